@@ -1,0 +1,53 @@
+"""Stream the weights of stock diffusers pipelines from host memory: the same output, bit for bit, on a small GPU.
+
+>>> import diffusers_omni_offload
+>>> handle = pipe.enable_omni_offload("layer")
+
+Importing this package gives every pipeline three names, `enable_omni_offload`, `disable_omni_offload` and
+`omni_offload`, and changes nothing else of diffusers.
+"""
+
+from __future__ import annotations
+
+from diffusers import DiffusionPipeline
+from diffusers.modular_pipelines import ModularPipeline
+
+from diffusers_omni_offload.backends import OffloadBackend, get_offload_backend
+from diffusers_omni_offload.config import LayerOptions, OffloadConfig, OffloadStrategy, WeightTransfer
+from diffusers_omni_offload.declarations import OffloadPlan, SupportsComponentDiscovery, SupportsModelCpuOffload
+from diffusers_omni_offload.handle import OffloadHandle
+from diffusers_omni_offload.pipeline import disable_omni_offload, enable_from_config, enable_omni_offload, omni_offload
+from diffusers_omni_offload.registry import adapter_for, register_adapter, registered_pipelines
+from diffusers_omni_offload.topology.plan import BlockStack, ResolvedComponent, ResolvedPlan
+from diffusers_omni_offload.topology.resolver import resolve_offload_plan
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BlockStack",
+    "LayerOptions",
+    "OffloadBackend",
+    "OffloadConfig",
+    "OffloadHandle",
+    "OffloadPlan",
+    "OffloadStrategy",
+    "ResolvedComponent",
+    "ResolvedPlan",
+    "SupportsComponentDiscovery",
+    "SupportsModelCpuOffload",
+    "WeightTransfer",
+    "adapter_for",
+    "disable_omni_offload",
+    "enable_from_config",
+    "enable_omni_offload",
+    "get_offload_backend",
+    "omni_offload",
+    "register_adapter",
+    "registered_pipelines",
+    "resolve_offload_plan",
+]
+
+for _pipeline_class in (DiffusionPipeline, ModularPipeline):
+    _pipeline_class.enable_omni_offload = enable_omni_offload  # type: ignore[union-attr]
+    _pipeline_class.disable_omni_offload = disable_omni_offload  # type: ignore[union-attr]
+    _pipeline_class.omni_offload = property(omni_offload)  # type: ignore[union-attr]

@@ -1,0 +1,39 @@
+"""Strategies: each puts masters, a streamer and hooks together for a plan."""
+
+from __future__ import annotations
+
+import torch
+
+from diffusers_omni_offload.backends.base import OffloadBackend
+from diffusers_omni_offload.backends.distributed import DistributedLayerwiseBackend
+from diffusers_omni_offload.backends.layerwise import LayerwiseBackend
+from diffusers_omni_offload.config import OffloadConfig, OffloadStrategy
+from diffusers_omni_offload.messages import logger
+from diffusers_omni_offload.platform import is_supported
+
+__all__ = ["DistributedLayerwiseBackend", "LayerwiseBackend", "OffloadBackend", "get_offload_backend"]
+
+_BACKENDS: dict[OffloadStrategy, type[LayerwiseBackend]] = {
+    OffloadStrategy.LAYERWISE: LayerwiseBackend,
+    OffloadStrategy.DISTRIBUTED_LAYERWISE: DistributedLayerwiseBackend,
+}
+
+
+def get_offload_backend(config: OffloadConfig, device: torch.device) -> OffloadBackend | None:
+    """The backend of a configuration; None, with one line in the log, if there is nothing to do or nowhere to do it.
+
+    Args:
+        config: the configuration.
+        device: the execution device, with its index unless it is the CPU.
+
+    Raises:
+        NotImplementedError: the strategy, or an option of it, isn't there yet.
+    """
+    if config.strategy is OffloadStrategy.NONE:
+        logger.info("Offload is off: the configuration selects no strategy.")
+        return None
+    config.require_supported()
+    if not is_supported(device):
+        logger.warning("Offload is off: the device %r can't be streamed to.", str(device))
+        return None
+    return _BACKENDS[config.strategy](config, device)

@@ -1,0 +1,372 @@
+"""Layerwise offload: blocks stream through slots, everything else stays on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from diffusers.utils import logging as diffusers_logging
+from torch import nn
+
+from diffusers_omni_offload import hooks
+from diffusers_omni_offload.backends.base import OffloadBackend
+from diffusers_omni_offload.backends.mediation import Mediation
+from diffusers_omni_offload.backends.preflight import plain_tensor_attributes
+from diffusers_omni_offload.backends.residency import Residency
+from diffusers_omni_offload.backends.sharing import shared_leaves
+from diffusers_omni_offload.config import OffloadConfig
+from diffusers_omni_offload.messages import logger
+from diffusers_omni_offload.platform import on_device, platform_for
+from diffusers_omni_offload.streaming.runner import BlockRunner
+from diffusers_omni_offload.streaming.scope import CallScope
+from diffusers_omni_offload.streaming.shared import SharedLeaves
+from diffusers_omni_offload.streaming.streamer import Streamer
+from diffusers_omni_offload.topology.plan import ResolvedPlan, format_bytes
+from diffusers_omni_offload.topology.resolver import resolve_offload_plan
+from diffusers_omni_offload.weights.leaves import Leaf, find_leaves
+from diffusers_omni_offload.weights.master import Master
+from diffusers_omni_offload.weights.pinning import PinnedBudget
+
+
+class LayerwiseBackend(OffloadBackend):
+    """Streams the blocks of a plan; see `streaming` for how, and `enable` for what it does to the modules.
+
+    Attributes:
+        plan: the resolved plan while enabled.
+        scope: the call scope.
+        streamer: slots, order and counters.
+    """
+
+    def __init__(self, config: OffloadConfig, device: torch.device) -> None:
+        super().__init__(config, device)
+        self.platform = platform_for(device)
+        self.plan: ResolvedPlan | None = None
+        self._enabled = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self.budget = PinnedBudget(self.config.pin_memory)
+        self.streamer = Streamer(self.platform, self.config.slots)
+        self.scope = CallScope(self.streamer, self.audit, self._after_call)
+        self.residency = Residency(self.device)
+        self.shared: SharedLeaves | None = None
+        self._runner: BlockRunner | None = None
+        self._masters: list[Master] = []
+        self._blocks: list[tuple[nn.Module, str]] = []
+        self._components: dict[int, tuple[str, nn.Module, Mediation]] = {}
+        self._shared_ids: set[int] = set()
+        self._reported = self._said_slots_released = False
+
+    # ------------------------------------------------------------------ lifecycle
+
+    def is_enabled(self) -> bool:
+        return self._enabled
+
+    def enable(self, pipeline: Any, plan: ResolvedPlan | None = None) -> None:
+        """Stream the plan's blocks and place the rest; nothing is done for a plan with a `skip_reason`.
+
+        Args:
+            pipeline: what to resolve if `plan` is None.
+            plan: a plan that was resolved, and checked (`preflight.require_ready`), before.
+        """
+        if self._enabled:
+            logger.warning("Layerwise offload is enabled already; disable it first to change it.")
+            return
+        plan = plan or resolve_offload_plan(pipeline, self.config)
+        if plan.skip_reason is not None:
+            logger.warning("Nothing was offloaded: %s", plan.skip_reason)
+            return
+        self._reset()
+        with on_device(self.device), ExitStack() as undo:
+            self._build(plan, undo)
+            undo.pop_all()
+        self.residency.commit()
+        self.plan = plan
+        self._enabled = True
+        self.streamer.stalls.start()
+        self._say_what_may_surprise(plan)
+
+    def disable(self) -> None:
+        """Remove our hooks, give device and pinned memory back and leave every tensor on the CPU.
+
+        Every step is tried, whatever fails; the first failure is raised at the end.
+
+        Raises:
+            RuntimeError: a call is running.
+        """
+        if not self._enabled:
+            return
+        if self.scope.is_open:
+            raise RuntimeError("Offload can't be disabled while a call is running: it is still using the slots.")
+        with ExitStack() as steps, on_device(self.device):
+            self._enabled = False
+            steps.callback(self._forget)
+            steps.callback(self.residency.move_to_host)
+            for master in self._masters:
+                steps.callback(master.release)
+            steps.callback(self._release_device)
+            for path, module, mediation in self._components.values():
+                steps.callback(self._unhook_component, path, module, mediation)
+            for block, _ in self._blocks:
+                steps.callback(hooks.remove_owned, block, hooks.BLOCK_HOOK)
+
+    def _forget(self) -> None:
+        self.plan = None
+        self._reset()
+
+    def _release_device(self) -> None:
+        self.streamer.release_slots()
+        if self.shared is not None:
+            self.shared.release()
+
+    def _build(self, plan: ResolvedPlan, undo: ExitStack) -> None:
+        """The steps of `enable`; each has put its own undoing on `undo` before it can fail."""
+        streamed = [
+            (stack.blocks[index], f"{stack.component}.{stack.block_paths[index]}")
+            for stack in plan.stacks
+            for index in stack.streamed
+        ]
+        for component in plan.components:
+            self.residency.add(component.path, component.module)
+        for block, _ in streamed:
+            self.residency.stream(block)
+        shared = shared_leaves([find_leaves(block, path) for block, path in streamed], self.residency.leaves())
+        self._shared_ids.update(id(leaf.tensor) for leaf in shared)
+        self._pack(plan, shared, undo)
+
+        self.residency.excluded = self._held_ids()
+        self.residency.begin()
+        undo.callback(self.residency.restore)
+        self.residency.place()
+
+        undo.callback(self._release_device)
+        self.streamer.require_slots()
+        if self.shared is not None:
+            self.shared.require_slot()
+
+        self._runner = BlockRunner(self.streamer, self.scope, self.shared)
+        number = 0
+        for stack in plan.stacks:
+            for block, path in zip(stack.blocks, stack.block_paths, strict=True):
+                undo.callback(hooks.remove_owned, block, hooks.BLOCK_HOOK)
+                full_path = f"{stack.component}.{path}"
+                hooks.install_innermost(
+                    block, hooks.BlockHook(full_path, number, self._runner.run), hooks.BLOCK_HOOK
+                )
+                self._blocks.append((block, full_path))
+                number += 1
+        for component in plan.components:
+            self._hook_component(component.path, component.module, component.role == "vae", undo)
+
+    def _pack(self, plan: ResolvedPlan, shared: list[Leaf], undo: ExitStack) -> None:
+        packed: dict[int, Master] = {}
+        with _progress(sum(len(stack.streamed) for stack in plan.stacks)) as advance:
+            # DiTs first: they are streamed at every step, so they get what may be pinned.
+            for stack in sorted(plan.stacks, key=lambda stack: stack.kind != "dit"):
+                for index in stack.streamed:
+                    path = f"{stack.component}.{stack.block_paths[index]}"
+                    packed[id(stack.blocks[index])] = self._add_master(self._block_master(stack.blocks[index], path), undo)
+                    advance()
+            if shared:
+                master = Master(lambda: shared, [], "shared leaves", self.platform, self.budget)
+                self.shared = SharedLeaves(self._add_master(master, undo), self.streamer)
+        for stack in plan.stacks:
+            kept = set(stack.resident)
+            self.streamer.add_stack(
+                None if index in kept else packed[id(block)] for index, block in enumerate(stack.blocks)
+            )
+
+    def _block_master(self, block: nn.Module, path: str) -> Master:
+        def find() -> list[Leaf]:
+            return find_leaves(block, path, self._shared_ids)
+
+        return Master(find, list(block.modules()), path, self.platform, self.budget)
+
+    def _add_master(self, master: Master, undo: ExitStack) -> Master:
+        self._masters.append(master)
+        undo.callback(master.restore_devices)
+        undo.callback(master.release)
+        return master
+
+    def _held_ids(self) -> set[int]:
+        return {id(tensor) for master in self._masters for tensor in master.tensors}
+
+    # ------------------------------------------------------------------ components
+
+    def component_modules(self) -> dict[int, nn.Module]:
+        """The managed components by `id`."""
+        return {key: module for key, (_, module, _) in self._components.items()}
+
+    def add_resident(self, path: str, module: nn.Module) -> None:
+        """Manage a component that came later: it lives on the device."""
+        with ExitStack() as undo:
+            self.residency.add(path, module)
+            undo.callback(self.residency.remove, module)
+            self.residency.begin()
+            undo.callback(self.residency.restore)
+            self.residency.place()
+            self._hook_component(path, module, "vae" in path, undo)
+            undo.pop_all()
+        self.residency.commit()
+
+    def remove_resident(self, module: nn.Module) -> None:
+        """Let go of a component that isn't streamed; it stays where it is."""
+        path, module, mediation = self._components.pop(id(module))
+        self._unhook_component(path, module, mediation)
+        self.residency.remove(module)
+
+    def _hook_component(self, path: str, module: nn.Module, is_vae: bool, undo: ExitStack) -> None:
+        mediation = Mediation(module, path, self.device)
+        undo.callback(self._components.pop, id(module), None)
+        undo.callback(self._unhook_component, path, module, mediation)
+        hook = hooks.ComponentHook(path, self.device, self._run_component)
+        hook.owner = self
+        hooks.install_innermost(module, hook, hooks.COMPONENT_HOOK)
+        before = self.spare_slots if is_vae else _nothing
+        hooks.ExecutionDeviceHook.attach(module, path, self.device, before)
+        mediation.install()
+        self._components[id(module)] = (path, module, mediation)
+
+    def _unhook_component(self, path: str, module: nn.Module, mediation: Mediation) -> None:
+        mediation.remove()
+        hooks.ExecutionDeviceHook.detach(module)
+        hooks.remove_owned(module, hooks.COMPONENT_HOOK)
+
+    def _run_component(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with self.scope:
+            if self.shared is None:
+                return forward(*args, **kwargs)
+            with self.shared:
+                return forward(*args, **kwargs)
+
+    # ------------------------------------------------------------------ calls
+
+    def audit(self) -> None:
+        """Make masters and residents agree with what the modules hold now. Under 1 ms for 1,000 leaves.
+
+        Raises:
+            RuntimeError: somebody else took over a component's weights.
+        """
+        for path, module, _ in self._components.values():
+            if not isinstance(vars(module).get("_hf_hook"), hooks.ExecutionDeviceHook):
+                raise RuntimeError(_foreign_message(path, hooks.foreign_offload([module]) or "a hook of somebody else"))
+        owner = hooks.foreign_offload([block for block, _ in self._blocks])
+        if owner is not None:
+            raise RuntimeError(_foreign_message(self._blocks[0][1].rpartition(".")[0], owner))
+        stale = [master for master in self._masters if not master.is_current()]
+        if stale or not self.residency.is_current():
+            with on_device(self.device):
+                self._follow(stale)
+        if self.shared is not None:
+            self.shared.require_slot()
+
+    def _follow(self, stale: list[Master]) -> None:
+        for path, module, _ in self._components.values():
+            owner = hooks.foreign_offload([child for child in module.modules() if child is not module])
+            if owner is not None:
+                raise RuntimeError(_foreign_message(path, owner))
+        blocks = [find_leaves(self._blocks[number][0], master.path) for number, master in self._streamed()]
+        shared = shared_leaves(blocks, self.residency.leaves())
+        if {id(leaf.tensor) for leaf in shared} != self._shared_ids:
+            raise RuntimeError(
+                "Weights were tied or untied between blocks, or between a block and other modules, while offloaded: "
+                f"{', '.join(leaf.path for leaf in shared[:3]) or 'a tie is gone'}. Disable offload, then enable it again."
+            )
+        for master in stale:
+            master.repack()
+        self.residency.excluded = self._held_ids()
+        self.residency.place()
+        if self._runner is not None:
+            self._runner.inspect_again()
+
+    def _streamed(self) -> Iterator[tuple[int, Master]]:
+        for number, master in enumerate(self.streamer.masters):
+            if master is not None:
+                yield number, master
+
+    def spare_slots(self) -> None:
+        """Give the slots back if less than half of the device's memory is free; the next block takes them again."""
+        if not self.streamer.slots.slots or self.platform.free_bytes() >= self.platform.total_bytes() // 2:
+            return
+        if self.streamer.is_running:
+            return
+        held = self.streamer.slots.nbytes
+        self.streamer.release_slots()
+        if not self._said_slots_released:
+            self._said_slots_released = True
+            logger.info("Gave %s of slots back before the VAE, since device memory is short.", format_bytes(held))
+
+    def _after_call(self) -> None:
+        if self._reported or not self.streamer.loads:
+            return
+        self._reported = True
+        logger.info("%s", self.summary())
+
+    # ------------------------------------------------------------------ what it says
+
+    @property
+    def device_bytes(self) -> int:
+        """Device bytes of slots and of leaves shared by several blocks."""
+        return self.streamer.slots.nbytes + (0 if self.shared is None else self.shared.nbytes)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Page-locked host bytes."""
+        return self.budget.pinned_bytes
+
+    def summary(self) -> str:
+        """One line after a first call: how much is pinned, how many loads came too late, what limits the speed."""
+        streamed = sum(master.nbytes for master in self._masters)
+        pinned = sum(master.nbytes for master in self._masters if master.is_pinned)
+        share = self.streamer.stalls.stop()
+        if not self.platform.is_asynchronous:
+            limit = "copies don't overlap on the CPU"
+        elif share is None:
+            limit = "too few blocks ran to tell what limits the speed"
+        elif share > 0.05:
+            limit = f"transfer-bound (the compute waited for weights {share:.0%} of the time)"
+        else:
+            limit = f"compute-bound (the compute waited for weights {share:.0%} of the time)"
+        return (
+            f"{format_bytes(streamed)} streamed, {pinned / streamed if streamed else 0:.0%} of it pinned; "
+            f"{self.streamer.demand_loads} of {self.streamer.loads} loads on demand; {limit}."
+        )
+
+    def _say_what_may_surprise(self, plan: ResolvedPlan) -> None:
+        plain = plain_tensor_attributes(plan)
+        if plain:
+            logger.warning(
+                "%s: plain tensor attributes, neither parameters nor buffers, stay where they are. "
+                "Register them as buffers if the block reads them on the device.",
+                ", ".join(plain[:5]) + (f" and {len(plain) - 5} more" if len(plain) > 5 else ""),
+            )
+        pageable = sum(master.nbytes for master in self._masters if not master.is_pinned)
+        if pageable and self.config.pin_memory is not False and self.platform.is_asynchronous:
+            pinned = sum(master.nbytes for master in self._masters if master.is_pinned)
+            why = self.budget.refusal or f"the budget is {format_bytes(self.budget.limit)}"
+            logger.warning(
+                "%s of streamed weights are pinned, %s are pageable (host memory could not be pinned: %s). Pageable "
+                "blocks are copied at a fraction of the link's speed and don't overlap with the compute. `pin_memory=` "
+                "takes a budget in bytes, or False.",
+                format_bytes(pinned),
+                format_bytes(pageable),
+                why,
+            )
+
+
+def _nothing() -> None: ...
+
+
+def _foreign_message(path: str, owner: str) -> str:
+    return (
+        f"{path} is offloaded by omni offload, and {owner} was put on it since: two owners would move the same weights. "
+        "Remove the other one, or call disable_omni_offload() on the pipeline."
+    )
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[], Any]]:
+    with diffusers_logging.tqdm(total=total, desc="Packing blocks", unit="block", leave=False) as bar:
+        yield lambda: bar.update(1)

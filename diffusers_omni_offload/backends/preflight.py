@@ -1,0 +1,131 @@
+"""What has to hold before anything is touched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from diffusers_omni_offload import hooks
+from diffusers_omni_offload.backends.residency import require_placeable
+from diffusers_omni_offload.topology.plan import ResolvedPlan, format_bytes
+from diffusers_omni_offload.weights.leaves import ALIGNMENT, find_leaves, require_plain
+
+
+@dataclass(frozen=True)
+class DeviceNeed:
+    """Device bytes that a plan takes on top of what is there already.
+
+    Attributes:
+        state: non-block state and components that aren't streamed, as far as they aren't on the device.
+        residents: resident blocks, likewise.
+        slots: the slots.
+        freed: streamed blocks that are on the device now and will leave it.
+    """
+
+    state: int
+    residents: int
+    slots: int
+    freed: int
+
+    @property
+    def total(self) -> int:
+        """Bytes that must be free."""
+        return max(0, self.state + self.residents + self.slots - self.freed)
+
+    def __str__(self) -> str:
+        parts = (
+            f"{format_bytes(self.state)} for what isn't streamed",
+            f"{format_bytes(self.residents)} for resident blocks",
+            f"{format_bytes(self.slots)} for slots",
+        )
+        return ", ".join(parts)
+
+
+def device_need(plan: ResolvedPlan, device: torch.device, slots: int) -> DeviceNeed:
+    """What `plan` takes on `device` with `slots` slots, from shapes and dtypes."""
+    freed = residents = largest = 0
+    counted: set[int] = set()
+    for stack in plan.stacks:
+        kept = set(stack.resident)
+        for index, block in enumerate(stack.blocks):
+            leaves = find_leaves(block, "", counted)
+            counted.update(id(leaf.tensor) for leaf in leaves)
+            on_device = sum(_nbytes(leaf.tensor) for leaf in leaves if leaf.tensor.device == device)
+            total = sum(_nbytes(leaf.tensor) for leaf in leaves)
+            if index in kept:
+                residents += total - on_device
+            else:
+                packed = sum(-(-_nbytes(leaf.tensor) // ALIGNMENT) * ALIGNMENT for leaf in leaves)
+                largest = max(largest, packed)
+                freed += on_device
+    state = 0
+    for component in plan.components:
+        leaves = find_leaves(component.module, "", counted)
+        counted.update(id(leaf.tensor) for leaf in leaves)
+        state += sum(_nbytes(leaf.tensor) for leaf in leaves if leaf.tensor.device != device)
+    return DeviceNeed(state, residents, slots * largest, freed)
+
+
+def require_ready(plan: ResolvedPlan, device: torch.device) -> None:
+    """Refuse a pipeline whose weights belong to somebody else, or can't be streamed or placed.
+
+    Raises:
+        RuntimeError: another offload is on, or the pipeline is spread over devices.
+        TypeError: a component is quantized, or a weight is a tensor subclass.
+        ValueError: a weight is on the meta device.
+    """
+    for component in plan.components:
+        owner = hooks.foreign_offload(list(component.module.modules()))
+        if owner is not None:
+            raise RuntimeError(
+                f"{component.path}'s weights are moved by {owner} already. Turn that off first: pipe.remove_all_hooks() "
+                "for accelerate's offload; for group offload, load the pipeline anew."
+            )
+        if getattr(component.module, "hf_device_map", None):
+            raise RuntimeError(
+                f"{component.path} was loaded with a device_map, which places it for good. "
+                "Call pipe.reset_device_map() first, or load the pipeline without device_map."
+            )
+    streamed: set[int] = set()
+    for stack in plan.stacks:
+        if not stack.streamed:
+            continue
+        module = plan.component(stack.component).module
+        quantizer = _quantizer(module)
+        if quantizer is not None:
+            raise TypeError(
+                f"{stack.component} is quantized ({quantizer}), and quantized blocks can't be streamed yet. "
+                "Load it unquantized, or leave it out of `components`."
+            )
+        for index in stack.streamed:
+            for leaf in find_leaves(stack.blocks[index], f"{stack.component}.{stack.block_paths[index]}"):
+                require_plain(leaf)
+                streamed.add(id(leaf.tensor))
+    for component in plan.components:
+        require_placeable(find_leaves(component.module, component.path, streamed), device)
+
+
+def plain_tensor_attributes(plan: ResolvedPlan) -> list[str]:
+    """Paths of tensors in streamed blocks that are neither parameters nor buffers, and so are never moved."""
+    return [
+        f"{stack.component}.{stack.block_paths[index]}.{path}.{name}".replace("..", ".")
+        for stack in plan.stacks
+        for index in stack.streamed
+        for path, module in stack.blocks[index].named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor)
+    ]
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _quantizer(module: nn.Module) -> str | None:
+    quantizer = getattr(module, "hf_quantizer", None)
+    if quantizer is not None:
+        return type(quantizer).__name__
+    method = getattr(module, "quantization_method", None)
+    return None if method is None else str(method)

@@ -1,0 +1,130 @@
+"""Everything that lives on the device for good: resident blocks, non-block state, and components that aren't streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
+
+import torch
+from torch import nn
+
+from diffusers_omni_offload.weights.leaves import PLAIN_TYPES, Leaf, move_tensors
+from diffusers_omni_offload.weights.snapshot import Snapshot
+
+
+class Residency:
+    """Places, by tensor identity, all that no master holds.
+
+    Args:
+        device: the execution device.
+
+    Attributes:
+        excluded: `id` of tensors that a master holds although a module outside of streamed blocks has them too.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.excluded: AbstractSet[int] = frozenset()
+        self._roots: dict[int, tuple[str, nn.Module]] = {}
+        self._streamed: set[int] = set()
+        self._original_devices: dict[int, tuple[torch.Tensor, torch.device]] | None = None
+        self._snapshot: Snapshot | None = None
+
+    def stream(self, block: nn.Module) -> None:
+        """Leave `block` and what is below it to its master."""
+        self._streamed.update(map(id, block.modules()))
+
+    def add(self, path: str, module: nn.Module) -> None:
+        """Take care of a component's state."""
+        self._roots[id(module)] = (path, module)
+        self._snapshot = None
+
+    def remove(self, module: nn.Module) -> None:
+        """Leave a component's state where it is from now on."""
+        self._roots.pop(id(module), None)
+        self._snapshot = None
+
+    def leaves(self) -> list[Leaf]:
+        """Every parameter and buffer outside of streamed blocks, each once; those of masters included."""
+        found: dict[int, Leaf] = {}
+        for path, module in self._modules():
+            for table in (module._parameters, module._buffers):
+                for name, tensor in table.items():
+                    if tensor is not None:
+                        found.setdefault(id(tensor), Leaf(tensor, f"{path}.{name}" if path else name))
+        return list(found.values())
+
+    def is_current(self) -> bool:
+        """Whether nothing was added, replaced or moved since `place`."""
+        return self._snapshot is not None and self._snapshot.is_current()
+
+    def place(self) -> None:
+        """Move what isn't on the device there.
+
+        Raises:
+            TypeError: a tensor subclass would have to be moved.
+        """
+        leaves = [leaf for leaf in self.leaves() if id(leaf.tensor) not in self.excluded]
+        require_placeable(leaves, self.device)
+        tensors = [leaf.tensor for leaf in leaves]
+        if self._original_devices is not None:
+            self._original_devices.update((id(tensor), (tensor, tensor.device)) for tensor in tensors)
+        move_tensors([tensor for tensor in tensors if type(tensor) in PLAIN_TYPES], self.device)
+        self._snapshot = Snapshot([module for _, module in self._modules()], _readable(tensors))
+
+    def begin(self) -> None:
+        """Remember where each tensor is that `place` moves, until `commit`."""
+        self._original_devices = {}
+
+    def commit(self) -> None:
+        """There is no way back any more."""
+        self._original_devices = None
+
+    def restore(self) -> None:
+        """Move everything back to where it was at `begin`; for an enable that failed."""
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        originals, self._original_devices = self._original_devices or {}, None
+        for tensor, device in originals.values():
+            if tensor.device != device:
+                by_device.setdefault(device, []).append(tensor)
+        for device, tensors in by_device.items():
+            move_tensors(tensors, device)
+
+    def move_to_host(self) -> None:
+        """Move everything to the CPU."""
+        tensors = [leaf.tensor for leaf in self.leaves() if type(leaf.tensor) in PLAIN_TYPES]
+        move_tensors(tensors, torch.device("cpu"))
+        self._snapshot = None
+
+    def _modules(self) -> Iterator[tuple[str, nn.Module]]:
+        seen: set[int] = set()
+        for path, root in self._roots.values():
+            for child_path, module in root.named_modules(prefix=path):
+                if id(module) not in seen and id(module) not in self._streamed:
+                    seen.add(id(module))
+                    yield child_path, module
+
+
+def require_placeable(leaves: list[Leaf], device: torch.device) -> None:
+    """Refuse state that would have to be moved and can't be.
+
+    Raises:
+        TypeError: a tensor subclass that isn't on `device`.
+        ValueError: a tensor on the meta device.
+    """
+    for leaf in leaves:
+        tensor = leaf.tensor
+        if tensor.is_meta:
+            raise ValueError(
+                f"{leaf.path} is on the meta device and has no weights: load the component's weights before enabling."
+            )
+        if tensor.device != device and type(tensor) not in PLAIN_TYPES:
+            raise TypeError(
+                f"{leaf.path} is a {type(tensor).__name__} on {str(tensor.device)!r}, which can't be moved safely. "
+                f"Move its component to {str(device)!r} before enabling, or load it unquantized."
+            )
+
+
+def _readable(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    # A wrapper subclass may have no storage of its own to look at; its identity is watched all the same.
+    return [tensor for tensor in tensors if type(tensor) in PLAIN_TYPES]

@@ -1,0 +1,320 @@
+"""What the user asked for, parsed and validated. Knows no pipeline."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from diffusers_omni_offload.declarations import ENCODER_COMPONENT_TYPES, FrozenMapping
+
+COMPONENTS = ("dit", *ENCODER_COMPONENT_TYPES)
+"""The component selectors, in the order that a configuration keeps them."""
+MODES = ("layer", "module")
+SOURCES = ("memory", "checkpoint")
+RESIDENT_POLICIES = ("spread", "leading")
+MAX_SLOTS = 64
+
+
+class OffloadStrategy(str, Enum):
+    """The backend that carries out a configuration."""
+
+    NONE = "none"
+    MODEL_LEVEL = "model-level"
+    LAYERWISE = "layerwise"
+    DISTRIBUTED_LAYERWISE = "distributed-layerwise"
+
+
+class WeightTransfer(str, Enum):
+    """How a block's bytes reach the device: from this rank's host memory, or from shards of all ranks."""
+
+    RANK_LOCAL = "rank-local"
+    ALLGATHER = "allgather"
+
+
+@dataclass(frozen=True)
+class LayerOptions:
+    """Options of one streamed component. `resident_layers`: how many of its blocks stay on the device (DiTs only)."""
+
+    weight_transfer: WeightTransfer = WeightTransfer.RANK_LOCAL
+    resident_layers: int = 0
+    source: str = "memory"
+
+    def __post_init__(self) -> None:
+        transfer = _choice("weight_transfer", self.weight_transfer, [transfer.value for transfer in WeightTransfer])
+        object.__setattr__(self, "weight_transfer", WeightTransfer(transfer))
+        _integer("resident_layers", self.resident_layers, minimum=0)
+        object.__setattr__(self, "source", _choice("source", self.source, SOURCES))
+        if self.resident_layers and self.weight_transfer is WeightTransfer.ALLGATHER:
+            raise ValueError(
+                f"resident_layers={self.resident_layers} needs weight_transfer='rank-local', but 'allgather' was "
+                "asked for; leave one of the two out."
+            )
+
+    @classmethod
+    def parse(cls, component: str, options: Any) -> LayerOptions:
+        """From a mapping with any of the fields' names. TypeError or ValueError names `component` and the choices."""
+        if isinstance(options, LayerOptions):
+            parsed = options
+        else:
+            name = f"layer_options[{component!r}]"
+            _check_keys(name, options, ("weight_transfer", "resident_layers", "source"))
+            try:
+                parsed = cls(**options)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"In {name}: {error}") from None
+        if parsed.resident_layers and component != "dit":
+            raise ValueError(
+                f"layer_options[{component!r}] asks for resident_layers={parsed.resident_layers}, but only 'dit' can "
+                "keep blocks on the device; leave it out (an unselected encoder stays on the device as a whole)."
+            )
+        return parsed
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    """A validated request. `components` is None for configurations from the legacy flags: they select nothing, and what
+    can't be done for a pipeline is warned about and skipped; with a selection it raises.
+
+    `pin_memory`: pin all streamed weights, none, or at most that many bytes. `slots`: device buffers, each as large as
+    the largest streamed block. `group_size`: ranks that share weights; the other multi-rank facts are what they are
+    called.
+    """
+
+    strategy: OffloadStrategy
+    components: tuple[str, ...] | None = None
+    layer_options: Mapping[str, LayerOptions] = field(default_factory=dict)
+    pin_memory: bool | int = True
+    slots: int = 2
+    resident_policy: str = "spread"
+    data_parallel_size: int = 1
+    sequence_parallel_size: int = 1
+    hsdp_shard_size: int = 1
+    hsdp_replicate_size: int = 1
+    use_hsdp: bool = False
+
+    def __post_init__(self) -> None:
+        strategy = _choice("strategy", self.strategy, [strategy.value for strategy in OffloadStrategy])
+        object.__setattr__(self, "strategy", OffloadStrategy(strategy))
+        if self.components is not None:
+            object.__setattr__(self, "components", _parse_components(self.components))
+        _check_keys("layer_options", self.layer_options, COMPONENTS)
+        options = {name: LayerOptions.parse(name, value) for name, value in self.layer_options.items()}
+        object.__setattr__(self, "layer_options", FrozenMapping(options))
+        if not isinstance(self.pin_memory, bool):
+            try:
+                _integer("pin_memory", self.pin_memory, minimum=0)
+            except TypeError:
+                raise TypeError(
+                    f"pin_memory is {self.pin_memory!r}, but True, False or a budget in bytes (an int) is needed."
+                ) from None
+        _integer("slots", self.slots, minimum=1, maximum=MAX_SLOTS)
+        _choice("resident_policy", self.resident_policy, RESIDENT_POLICIES)
+        for name in ("data_parallel_size", "sequence_parallel_size", "hsdp_shard_size", "hsdp_replicate_size"):
+            _integer(name, getattr(self, name), minimum=1)
+        if self.uses_allgather and self.use_hsdp:
+            raise ValueError(
+                "HSDP shards the weights already, so weight_transfer='allgather' would shard them twice; use "
+                "'rank-local' (dlo_use_allgather=False) or switch HSDP off."
+            )
+
+    @classmethod
+    def from_options(
+        cls,
+        mode: str,
+        *,
+        components: Collection[str] | None = None,
+        layer_options: Mapping[str, Any] | None = None,
+        pin_memory: bool | int = True,
+        slots: int = 2,
+        resident_policy: str = "spread",
+    ) -> OffloadConfig:
+        """The Python API. `mode`: "layer" or "module". `components`: a sequence of "dit", "text_encoder",
+        "image_encoder"; None means ["dit"]. `layer_options`: component -> {"weight_transfer", "resident_layers",
+        "source"}.
+
+        Raises TypeError or ValueError, with the choices.
+        """
+        mode = _choice("mode", mode, MODES)
+        selected = ("dit",) if components is None else _parse_components(components)
+        options = _parse_layer_options(mode, selected, layer_options)
+        return cls(
+            strategy=_strategy_of(mode, options.values()),
+            components=selected,
+            layer_options=options,
+            pin_memory=pin_memory,
+            slots=slots,
+            resident_policy=resident_policy,
+        )
+
+    @classmethod
+    def parse(cls, mapping: Any) -> OffloadConfig:
+        """The compact form: `mode` and `components` (both needed), `layer_options`, `pin_memory` (a bool)."""
+        _check_keys("The offload configuration", mapping, ("mode", "components", "layer_options", "pin_memory"))
+        for name, choices in (("mode", MODES), ("components", COMPONENTS)):
+            if mapping.get(name) is None:
+                raise ValueError(f"The offload configuration has no {name!r}; give it, from {', '.join(choices)}.")
+        pin_memory = mapping.get("pin_memory", True)
+        if not isinstance(pin_memory, bool):
+            raise TypeError(
+                f"pin_memory is {pin_memory!r} (a {type(pin_memory).__name__}), but True or False is needed."
+            )
+        return cls.from_options(
+            mapping["mode"],
+            components=mapping["components"],
+            layer_options=mapping.get("layer_options"),
+            pin_memory=pin_memory,
+        )
+
+    @classmethod
+    def from_od_config(cls, od_config: Any) -> OffloadConfig:
+        """From any object or mapping that has `diffusion_offload_config` or the legacy flags; see `legacy_flags.py`."""
+        from diffusers_omni_offload.legacy_flags import config_from_flags
+
+        return config_from_flags(od_config)
+
+    @property
+    def is_explicit(self) -> bool:
+        """True if components were selected, so that whatever can't be done raises."""
+        return self.components is not None
+
+    @property
+    def uses_allgather(self) -> bool:
+        """True if any component's weights are sharded over ranks."""
+        return any(options.weight_transfer is WeightTransfer.ALLGATHER for options in self.layer_options.values())
+
+    @property
+    def group_size(self) -> int:
+        """Ranks that hold the weights together: the data parallel size; HSDP's shards and replicas come first if it is
+        on, the sequence parallel size is taken where that leaves one."""
+        size = self.data_parallel_size
+        if self.use_hsdp:
+            size = self.hsdp_shard_size * self.hsdp_replicate_size
+        return size if size > 1 else self.sequence_parallel_size
+
+    def selects(self, component: str) -> bool:
+        """True if `component` ("dit", "text_encoder", "image_encoder") is to be offloaded. Without a selection that is
+        the DiT for layerwise strategies and everything that can be for the model-level one."""
+        if self.strategy is OffloadStrategy.NONE:
+            return False
+        if self.components is None:
+            return self.strategy is OffloadStrategy.MODEL_LEVEL or component == "dit"
+        return component in self.components
+
+    def options_for(self, component: str) -> LayerOptions:
+        """The options of a component; the defaults if none were given."""
+        return self.layer_options.get(component, LayerOptions())
+
+    def require_supported(self) -> None:
+        """Raises NotImplementedError, naming the strategy or the option, for what this version can't carry out."""
+        if self.strategy is OffloadStrategy.MODEL_LEVEL:
+            raise NotImplementedError(
+                "The strategy 'model-level' (mode='module') isn't there yet; use mode='layer', which streams the "
+                "weights."
+            )
+        for component, options in self.layer_options.items():
+            if options.weight_transfer is WeightTransfer.ALLGATHER:
+                raise NotImplementedError(
+                    f"weight_transfer='allgather' of {component!r} (strategy {self.strategy.value!r}) isn't there "
+                    "yet; use 'rank-local' (dlo_use_allgather=False with the legacy flags)."
+                )
+            if options.source == "checkpoint":
+                raise NotImplementedError(
+                    f"source='checkpoint' of {component!r} (strategy {self.strategy.value!r}) isn't there yet; use "
+                    "'memory'."
+                )
+
+
+def _strategy_of(mode: str, options: Iterable[LayerOptions]) -> OffloadStrategy:
+    if mode == "module":
+        return OffloadStrategy.MODEL_LEVEL
+    if any(option.resident_layers or option.weight_transfer is WeightTransfer.ALLGATHER for option in options):
+        return OffloadStrategy.DISTRIBUTED_LAYERWISE
+    return OffloadStrategy.LAYERWISE
+
+
+def _parse_components(components: Any) -> tuple[str, ...]:
+    if isinstance(components, str):
+        raise TypeError(
+            f"components is the string {components!r}, but a list is needed; write components=[{components!r}]."
+        )
+    if isinstance(components, Mapping) or not isinstance(components, Collection):
+        raise TypeError(
+            f"components is a {type(components).__name__}, but a list of names is needed; choose from "
+            f"{', '.join(COMPONENTS)}."
+        )
+    if not components:
+        raise ValueError(f"components is empty; choose at least one of {', '.join(COMPONENTS)}.")
+    chosen = {_choice("components", component, COMPONENTS) for component in components}
+    # One order, so that two requests that mean the same compare equal.
+    return tuple(component for component in COMPONENTS if component in chosen)
+
+
+def _parse_layer_options(mode: str, components: tuple[str, ...], layer_options: Any) -> dict[str, LayerOptions]:
+    if layer_options is None:
+        layer_options = {}
+    _check_keys("layer_options", layer_options, COMPONENTS)
+    if mode != "layer":
+        if layer_options:
+            raise ValueError(
+                f"layer_options belong to mode='layer', but the mode is {mode!r}; leave them out or change it."
+            )
+        return {}
+    for component in layer_options:
+        if component not in components:
+            raise ValueError(
+                f"layer_options has {component!r}, which isn't selected; add it to components "
+                f"({', '.join(components)}) or leave it out."
+            )
+    return {component: LayerOptions.parse(component, layer_options.get(component, {})) for component in components}
+
+
+def _check_keys(name: str, mapping: Any, choices: Collection[str]) -> None:
+    if not isinstance(mapping, Mapping):
+        raise TypeError(
+            f"{name} is a {type(mapping).__name__}, but a mapping is needed, with any of {', '.join(choices)}."
+        )
+    for key in mapping:
+        if not isinstance(key, str):
+            raise TypeError(
+                f"{name} has the key {key!r} (a {type(key).__name__}), but keys must be strings: {', '.join(choices)}."
+            )
+    for key in mapping:
+        if key not in choices:
+            raise ValueError(
+                f"{name} has {key!r}, which is unknown; choose from {', '.join(choices)}.{_closest(key, choices)}"
+            )
+
+
+def _choice(name: str, value: Any, choices: Collection[str]) -> str:
+    if not isinstance(value, str):
+        raise TypeError(
+            f"{name} is {value!r} (a {type(value).__name__}), but a string is needed: {', '.join(choices)}."
+        )
+    plain = value.value if isinstance(value, Enum) else value
+    if plain not in choices:
+        raise ValueError(
+            f"{name} is {plain!r}, which is unknown; choose from {', '.join(choices)}.{_closest(plain, choices)}"
+        )
+    return str(plain)
+
+
+def _closest(value: str, choices: Collection[str]) -> str:
+    matches = difflib.get_close_matches(
+        value.lower().replace("_", "-"), [c.replace("_", "-") for c in choices], n=1, cutoff=0.5
+    )
+    if not matches:
+        return ""
+    match = next(choice for choice in choices if choice.replace("_", "-") == matches[0])
+    return f" Did you mean {match!r}?"
+
+
+def _integer(name: str, value: Any, *, minimum: int, maximum: int | None = None) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r} (a {type(value).__name__}), but an int is needed.")
+    if value < minimum or (maximum is not None and value > maximum):
+        allowed = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+        raise ValueError(f"{name} is {value}, but it must be {allowed}.")
+    return value

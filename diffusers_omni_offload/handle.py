@@ -1,0 +1,133 @@
+"""The handle: what `enable_omni_offload` returns."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from diffusers_omni_offload.backends.layerwise import LayerwiseBackend
+from diffusers_omni_offload.config import OffloadConfig
+from diffusers_omni_offload.topology.discovery import iterate_modules
+from diffusers_omni_offload.topology.plan import ResolvedPlan, format_bytes
+
+
+class OffloadHandle:
+    """A pipeline's offload: its configuration, plan and counters, and the way to turn it off.
+
+    Pipelines that share their components share one backend, and so its counters; each has a handle of its own.
+
+    Attributes:
+        config: the configuration.
+        plan: the resolved plan.
+    """
+
+    def __init__(self, pipeline: Any, config: OffloadConfig, plan: ResolvedPlan, backend: LayerwiseBackend) -> None:
+        self.config = config
+        self.plan = plan
+        self.backend = backend
+        self._pipeline = weakref.ref(pipeline)
+        self._modules = dict(iterate_modules(pipeline))
+        self._streamed = {stack.component for stack in plan.stacks}
+
+    def is_enabled(self) -> bool:
+        """Whether the pipeline is offloaded through this handle."""
+        pipeline = self._pipeline()
+        return pipeline is not None and vars(pipeline).get("_omni_offload_handle") is self
+
+    def disable(self) -> None:
+        """Turn offload off for this pipeline; see `disable_omni_offload`."""
+        from diffusers_omni_offload.pipeline import disable_omni_offload
+
+        pipeline = self._pipeline()
+        if pipeline is not None and self.is_enabled():
+            disable_omni_offload(pipeline)
+
+    def refresh(self) -> None:
+        """Make weights count that were edited while a call runs, from a step callback for example.
+
+        Between calls this isn't needed: every call looks at the weights when it starts.
+        """
+        self._require_enabled()
+        self.backend.scope.refresh()
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """The call scope: `with handle.call():` around a hand-written loop keeps prefetched blocks between forwards.
+
+        Weights that are edited inside count after `refresh()` only. A pipeline's own call opens the scope by itself.
+
+        Raises:
+            RuntimeError: offload was disabled, a streamed component was replaced, or another offload took over.
+        """
+        self._require_enabled()
+        if not self.backend.scope.is_open:
+            self._follow_pipeline()
+        with self.backend.scope:
+            yield
+
+    @property
+    def loads(self) -> int:
+        """Copies of blocks to the device so far."""
+        return self.backend.streamer.loads
+
+    @property
+    def demand_loads(self) -> int:
+        """Those of `loads` that weren't prefetched, so that the compute had to wait for all of the copy."""
+        return self.backend.streamer.demand_loads
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes of `loads`."""
+        return self.backend.streamer.bytes_moved
+
+    @property
+    def device_bytes(self) -> int:
+        """Device bytes that the slots take now."""
+        return self.backend.device_bytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Host bytes that are page-locked now."""
+        return self.backend.pinned_bytes
+
+    def __repr__(self) -> str:
+        state = "enabled" if self.is_enabled() else "disabled"
+        return (
+            f"<OffloadHandle {state} on {str(self.backend.device)!r}: {self.loads} loads ({self.demand_loads} on demand), "
+            f"{format_bytes(self.bytes_moved)} moved, {format_bytes(self.device_bytes)} of slots, "
+            f"{format_bytes(self.pinned_bytes)} pinned\n{self.plan}>"
+        )
+
+    def modules(self) -> list[nn.Module]:
+        """The components of the pipeline that this handle looks after."""
+        return list(self._modules.values())
+
+    def _require_enabled(self) -> None:
+        if not self.is_enabled():
+            raise RuntimeError("This offload was disabled; enable_omni_offload(pipe) gives a new handle.")
+
+    def _follow_pipeline(self) -> None:
+        """Take in components that came or were replaced since; a streamed one can't be."""
+        pipeline = self._pipeline()
+        current = dict(iterate_modules(pipeline))
+        for path in {**self._modules, **current}:
+            before, now = self._modules.get(path), current.get(path)
+            if before is now:
+                continue
+            if any(path == name or name.startswith(f"{path}.") for name in self._streamed):
+                raise RuntimeError(
+                    f"{path} is streamed and was replaced since offload was enabled. Call disable_omni_offload() and "
+                    "enable_omni_offload() again, so that the new module's blocks are packed."
+                )
+            if now is not None and id(now) not in self.backend.component_modules():
+                self.backend.add_resident(path, now)
+            if before is not None and id(before) in self.backend.component_modules():
+                self.backend.remove_resident(before)
+            if now is not None:
+                self._modules[path] = now
+            else:
+                del self._modules[path]

@@ -1,0 +1,230 @@
+"""The glue to diffusers: hooks in its registry, at the innermost place, and the `_hf_hook` that stock pipelines read."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from diffusers.hooks.hooks import HookFunctionReference, HookRegistry, ModelHook
+from torch import nn
+
+BLOCK_HOOK = "omni_offload_block"
+COMPONENT_HOOK = "omni_offload_component"
+
+#: Names under which diffusers registers hooks that move weights.
+_FOREIGN_HOOKS = ("group_offloading", "lazy_prefetch_group_offloading")
+
+
+class _OwnedHook(ModelHook):
+    """A hook that belongs to one module of one pipeline and can't be copied with it."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise RuntimeError(self._cannot("copied"))
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise RuntimeError(self._cannot("pickled"))
+
+    def _cannot(self, done: str) -> str:
+        return (
+            f"{self.path} is offloaded and can't be {done}: a copy would share its host memory and slots. "
+            "Call disable_omni_offload() first, or use its state_dict() or save_pretrained(), which work as they are."
+        )
+
+
+class BlockHook(_OwnedHook):
+    """Runs a block's forward through `run(block, forward, args, kwargs)`."""
+
+    def __init__(self, path: str, block: int, run: Callable[..., Any]) -> None:
+        super().__init__(path)
+        self.block = block
+        self._run = run
+
+    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self.block, self.fn_ref.original_forward, args, kwargs)
+
+
+class ComponentHook(_OwnedHook):
+    """Runs a component's forward through `run(forward, args, kwargs)`, with the inputs on the execution device."""
+
+    def __init__(self, path: str, device: torch.device, run: Callable[..., Any]) -> None:
+        super().__init__(path)
+        self.owner: object = None
+        self._device = device
+        self._run = run
+
+    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        args = move_to_device(args, self._device)
+        kwargs = move_to_device(kwargs, self._device)
+        return self._run(self.fn_ref.original_forward, args, kwargs)
+
+
+class ExecutionDeviceHook:
+    """What stock pipelines look for on a component to learn where it runs.
+
+    `vae.encode` and `vae.decode` call `pre_forward` too. It is no accelerate hook, so that nothing that looks for those
+    mistakes it for one.
+
+    Args:
+        path: the component's path.
+        device: the execution device.
+        before: called whenever an entry point announces itself.
+    """
+
+    def __init__(self, path: str, device: torch.device, before: Callable[[], None]) -> None:
+        self.path = path
+        self.execution_device = device
+        self._before = before
+        self._is_attached = True
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        self._before()
+        return move_to_device(args, self.execution_device), move_to_device(kwargs, self.execution_device)
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        if self._is_attached:
+            raise RuntimeError(
+                f"{self.path} is offloaded by omni offload, which this would take apart. "
+                "Call disable_omni_offload() on the pipeline first."
+            )
+        return module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise RuntimeError(f"{self.path} is offloaded and can't be copied: call disable_omni_offload() first.")
+
+    @classmethod
+    def attach(cls, module: nn.Module, path: str, device: torch.device, before: Callable[[], None]) -> None:
+        """Put a hook on `module`."""
+        module._hf_hook = cls(path, device, before)  # type: ignore[assignment]
+
+    @staticmethod
+    def detach(module: nn.Module) -> None:
+        """Take our hook off `module`, and leave anybody else's."""
+        hook = vars(module).get("_hf_hook")
+        if isinstance(hook, ExecutionDeviceHook):
+            hook._is_attached = False
+            del module._hf_hook
+
+
+def move_to_device(value: Any, device: torch.device) -> Any:
+    """Tensors in `value` moved to `device`: in tuples, lists, mappings and dataclasses; anything else as it is.
+
+    A container whose tensors are there already is returned as the same object.
+    """
+    if isinstance(value, torch.Tensor):
+        return value if value.device == device else value.to(device)
+    if isinstance(value, (str, bytes, int, float, bool, type(None))):
+        return value
+    if isinstance(value, (tuple, list)):
+        moved = [move_to_device(item, device) for item in value]
+        if all(new is old for new, old in zip(moved, value, strict=True)):
+            return value
+        return type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)
+    if isinstance(value, Mapping):
+        items = {key: move_to_device(item, device) for key, item in value.items()}
+        if all(items[key] is value[key] for key in items):
+            return value
+        if type(value) is dict:
+            return items
+        return value.to(device) if hasattr(value, "to") else _rebuild(value, items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+        moved_fields = {name: move_to_device(item, device) for name, item in fields.items()}
+        if all(moved_fields[name] is fields[name] for name in fields):
+            return value
+        return dataclasses.replace(value, **moved_fields)
+    return value
+
+
+def _rebuild(value: Mapping[str, Any], items: dict[str, Any]) -> Any:
+    try:
+        return type(value)(items)  # type: ignore[call-arg]
+    except TypeError:
+        return type(value)(**items)
+
+
+def install_innermost(module: nn.Module, hook: ModelHook, name: str) -> None:
+    """Register `hook` so that it runs inside every other hook of `module`, registered before or after.
+
+    A cache's hook that answers without running the block then skips our hook with it, and the block's transfer.
+    """
+    registry = HookRegistry.check_if_exists_or_initialize(module)
+    references: list[HookFunctionReference] = registry._fn_refs
+    if not references:
+        registry.register_hook(hook, name)
+    else:
+        if name in registry.hooks:
+            raise ValueError(f"A hook named {name!r} is registered on this {type(module).__name__} already.")
+        inner = references[0]
+        attribute = "original_forward" if inner.original_forward is not None else "forward"
+        original = getattr(inner, attribute)
+        reference = HookFunctionReference()
+        reference.pre_forward, reference.post_forward = hook.pre_forward, hook.post_forward
+        reference.original_forward = original
+        reference.forward = functools.update_wrapper(functools.partial(hook.new_forward, module), original)
+        hook.fn_ref = reference
+        setattr(inner, attribute, reference.forward)
+        registry.hooks[name] = hook
+        registry._hook_order.insert(0, name)
+        references.insert(0, reference)
+    _registry_changed(registry)
+
+
+def remove_owned(module: nn.Module, name: str) -> None:
+    """Take our hook off `module` and join what was inside it to what was outside; nothing happens if it isn't there.
+
+    `HookRegistry.remove_hook` would overwrite the `forward` of the next hook even if that has a `new_forward` of its
+    own: a cache would then run every block while it says that it is on.
+    """
+    registry = vars(module).get("_diffusers_hook")
+    if registry is None or name not in registry.hooks:
+        return
+    index = registry._hook_order.index(name)
+    reference = registry._fn_refs[index]
+    if index + 1 < len(registry._fn_refs):
+        outer = registry._fn_refs[index + 1]
+        attribute = "original_forward" if outer.original_forward is not None else "forward"
+        setattr(outer, attribute, reference.original_forward)
+    elif _is_class_forward(module, reference.original_forward):
+        vars(module).pop("forward", None)
+    else:
+        module.forward = reference.original_forward
+    del registry.hooks[name]
+    registry._hook_order.pop(index)
+    registry._fn_refs.pop(index)
+    _registry_changed(registry)
+    if not registry.hooks:
+        del module._diffusers_hook
+
+
+def owned_hook(module: nn.Module, name: str) -> Any:
+    """Our hook of that name on `module`, or None."""
+    registry = vars(module).get("_diffusers_hook")
+    return None if registry is None else registry.hooks.get(name)
+
+
+def foreign_offload(modules: Sequence[nn.Module]) -> str | None:
+    """Who else moves the weights of one of `modules`: a phrase for a message, or None."""
+    for module in modules:
+        hook = vars(module).get("_hf_hook")
+        if hook is not None and not isinstance(hook, ExecutionDeviceHook):
+            return f"accelerate's {type(hook).__name__}"
+        registry = vars(module).get("_diffusers_hook")
+        if registry is not None and any(name in registry.hooks for name in _FOREIGN_HOOKS):
+            return "diffusers' group offload"
+    return None
+
+
+def _is_class_forward(module: nn.Module, forward: Callable[..., Any]) -> bool:
+    return getattr(forward, "__func__", None) is type(module).forward and getattr(forward, "__self__", None) is module
+
+
+def _registry_changed(registry: HookRegistry) -> None:
+    # Registries above cache which registries are below them.
+    registry.invalidate_child_registries_cache()

@@ -1,0 +1,279 @@
+"""What the library needs of a device: streams, events, pinned host memory and memory figures.
+
+`torch.accelerator`, `torch.Stream` and `torch.Event` cover every accelerator; the few calls that only a vendor's module
+has are made here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+
+class Event(Protocol):
+    """A point in a stream's work, as `torch.Event`."""
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def query(self) -> bool: ...
+
+    def elapsed_time(self, other: Any) -> float: ...
+
+
+class Stream(Protocol):
+    """An ordered queue of device work, as `torch.Stream`."""
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *exc: Any) -> None: ...
+
+
+class Platform:
+    """An accelerator as `torch.accelerator` reports it: CUDA, ROCm, XPU or a PrivateUse1 device.
+
+    Args:
+        device: the execution device, with an index.
+    """
+
+    #: Copies run beside the compute; where they don't, `stream` and `event` do nothing.
+    is_asynchronous = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.module = torch.get_device_module(device)
+        self._is_capturing = getattr(self.module, "is_current_stream_capturing", None)
+
+    def stream(self) -> Stream:
+        """A new stream for copies."""
+        return torch.Stream(device=self.device)
+
+    def event(self, *, enable_timing: bool = False) -> Event:
+        """A new event; `enable_timing` makes `elapsed_time` (milliseconds) available."""
+        return torch.Event(device=self.device.type, enable_timing=enable_timing)
+
+    def current_stream(self) -> Stream:
+        """The stream that compute is issued to."""
+        return torch.accelerator.current_stream(self.device)
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream's work is being captured into a graph."""
+        return self._is_capturing is not None and self._is_capturing()
+
+    def synchronize(self) -> None:
+        """Wait on the host for all of the device's work."""
+        torch.accelerator.synchronize(self.device)
+
+    def free_bytes(self) -> int:
+        """Bytes that a new allocation could take: the device's free memory and what torch holds in reserve."""
+        free, _ = torch.accelerator.get_memory_info(self.device)
+        reserved = torch.accelerator.memory_reserved(self.device)
+        return int(free) + max(0, int(reserved) - int(torch.accelerator.memory_allocated(self.device)))
+
+    def total_bytes(self) -> int:
+        """Size of the device's memory in bytes."""
+        return int(torch.accelerator.get_memory_info(self.device)[1])
+
+    def empty_cache(self) -> None:
+        """Give memory that torch holds in reserve back to the device."""
+        torch.accelerator.empty_cache()
+
+    @property
+    def registers_host_memory(self) -> bool:
+        """Whether memory of our own can be page-locked in place, at its exact size."""
+        return self.device.type == "cuda" or hasattr(self.module, "host_register")
+
+    def register_host_memory(self, pointer: int, nbytes: int) -> None:
+        """Page-lock `nbytes` from `pointer` on.
+
+        Raises:
+            RuntimeError: the platform refused; the memory is as before.
+        """
+        if self.device.type == "cuda":
+            with torch.cuda.device(self.device):
+                error = torch.cuda.cudart().cudaHostRegister(pointer, nbytes, 0)
+            if int(error) != 0:
+                raise RuntimeError(f"cudaHostRegister refused {nbytes:,} bytes: error {int(error)}.")
+        else:
+            self.module.host_register(pointer, nbytes)
+
+    def unregister_host_memory(self, pointer: int) -> None:
+        """Undo `register_host_memory`; the last copy from there has to be over."""
+        if self.device.type == "cuda":
+            with torch.cuda.device(self.device):
+                torch.cuda.cudart().cudaHostUnregister(pointer)
+        else:
+            self.module.host_unregister(pointer)
+
+
+class _NoEvent:
+    def record(self, stream: Any = None) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: Any) -> float:
+        return 0.0
+
+
+class _NoStream:
+    def wait_event(self, event: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def __enter__(self) -> _NoStream:
+        return self
+
+    def __exit__(self, *exc: Any) -> None: ...
+
+
+class CpuPlatform(Platform):
+    """The CPU in an accelerator's place: every copy is done when it returns, so there is nothing to wait for."""
+
+    is_asynchronous = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream, self._event = _NoStream(), _NoEvent()
+
+    def stream(self) -> Stream:
+        return self._stream
+
+    def event(self, *, enable_timing: bool = False) -> Event:
+        return self._event
+
+    def current_stream(self) -> Stream:
+        return self._stream
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def synchronize(self) -> None: ...
+
+    def free_bytes(self) -> int:
+        return available_host_bytes()
+
+    def total_bytes(self) -> int:
+        return host_memory().total_bytes
+
+    def empty_cache(self) -> None: ...
+
+    @property
+    def registers_host_memory(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Host memory in bytes, the smaller of the machine's and the control group's."""
+
+    total_bytes: int
+    available_bytes: int
+
+
+def _read_int(path: Path) -> int | None:
+    with contextlib.suppress(OSError, ValueError):
+        return int(path.read_text().strip())
+    return None
+
+
+def host_memory() -> HostMemory:
+    """Total and available host memory; a container's limit (cgroup v2 or v1) counts where it is the lower one."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    total = os.sysconf("SC_PHYS_PAGES") * page
+    available = os.sysconf("SC_AVPHYS_PAGES") * page
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    for limit_file, usage_file in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        limit, usage = _read_int(Path(limit_file)), _read_int(Path(usage_file))
+        if limit is not None and limit < total:
+            total = limit
+            available = min(available, max(0, limit - (usage or 0)))
+    return HostMemory(total, available)
+
+
+def available_host_bytes() -> int:
+    """Bytes of host memory that can still be taken."""
+    return host_memory().available_bytes
+
+
+@contextlib.contextmanager
+def on_device(device: torch.device) -> Iterator[None]:
+    """Make `device` the current one of its kind for the body; the CPU has no index to set."""
+    if device.type == "cpu":
+        yield
+        return
+    previous = torch.accelerator.current_device_index()
+    torch.accelerator.set_device_index(device.index)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_device_index(previous)
+
+
+def resolve_device(device: torch.device | str | int | None) -> torch.device:
+    """The execution device, with its index.
+
+    Args:
+        device: what the user asked for; None takes the current accelerator.
+
+    Raises:
+        ValueError: there is no accelerator and none was named, the device isn't there, or it shares the host's memory.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
+        if accelerator is None:
+            raise ValueError(
+                'No accelerator was found. To run on the CPU, for a demo or a test, ask for it: device="cpu".'
+            )
+        device = accelerator
+    if isinstance(device, int) and accelerator is not None:
+        device = torch.device(accelerator.type, device)
+    try:
+        device = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r} is not a device that torch knows: {error}") from error
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type == "mps":
+        raise ValueError(
+            "device='mps' shares its memory with the host, so there is nothing to gain from offloading to the host: "
+            "move the pipeline there with pipe.to('mps')."
+        )
+    if accelerator is None or device.type != accelerator.type:
+        found = accelerator.type if accelerator is not None else "none"
+        raise ValueError(f"device={str(device)!r} is not the accelerator of this process (found: {found}).")
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    count = torch.accelerator.device_count()
+    if not 0 <= index < count:
+        raise ValueError(f"device={str(device)!r} doesn't exist: {count} of type {device.type!r} found.")
+    return torch.device(device.type, index)
+
+
+def platform_for(device: torch.device) -> Platform:
+    """The platform of a device that `resolve_device` returned."""
+    return CpuPlatform(device) if device.type == "cpu" else Platform(device)
+
+
+def is_supported(device: torch.device) -> bool:
+    """Whether blocks can be streamed to this device: the CPU (for tests), or the process's accelerator, MPS aside."""
+    accelerator = torch.accelerator.current_accelerator()
+    return device.type == "cpu" or (device.type != "mps" and accelerator is not None and device.type == accelerator.type)

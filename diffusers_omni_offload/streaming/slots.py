@@ -1,0 +1,94 @@
+"""Fixed device buffers that blocks take turns in."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from diffusers_omni_offload.platform import Event, Platform, Stream
+
+
+class Slot:
+    """A device buffer and what it holds.
+
+    Attributes:
+        buffer: uint8, shape (nbytes,), on the device.
+        tag: the block whose bytes are here, or on their way here; None means that nobody may believe the bytes.
+        ready: recorded on the copy stream when the tagged bytes have arrived.
+        free: recorded on the compute stream when the last forward that read the buffer is over. A copy into the
+            buffer waits for it: this is when a slot may be reused.
+        stream: the stream that `free` was last recorded on.
+        users: forwards that are bound to the buffer now.
+    """
+
+    __slots__ = ("buffer", "free", "ready", "stream", "tag", "turn", "users")
+
+    def __init__(self, nbytes: int, platform: Platform) -> None:
+        with torch.inference_mode(False):
+            self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=platform.device)
+        self.tag: int | None = None
+        self.ready: Event = platform.event()
+        self.free: Event = platform.event()
+        self.users = 0
+        self.turn = 0
+        # The allocator may hand out memory that earlier work of this stream still uses: the first copy waits for it.
+        self.stream: Stream = platform.current_stream()
+        self.free.record(self.stream)
+
+
+class SlotPool:
+    """`count` slots of one size, allocated together when first needed.
+
+    Args:
+        count: number of slots, at least 1.
+        platform: the device.
+    """
+
+    def __init__(self, count: int, platform: Platform) -> None:
+        self.count = count
+        self.slots: list[Slot] = []
+        self._platform = platform
+        self._turn = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes held."""
+        return sum(slot.buffer.numel() for slot in self.slots)
+
+    def require(self, slot_nbytes: int) -> bool:
+        """Have slots of at least `slot_nbytes` each. True if they are new, so that views of the old ones are void."""
+        if self.slots and self.slots[0].buffer.numel() >= slot_nbytes:
+            return False
+        self.slots = []
+        self.slots = [Slot(slot_nbytes, self._platform) for _ in range(self.count)]
+        return True
+
+    def release(self) -> None:
+        """Give the device memory back; no copy may be in flight."""
+        self.slots = []
+
+    def forget(self) -> None:
+        """Believe no slot."""
+        for slot in self.slots:
+            slot.tag = None
+
+    def holding(self, block: int) -> Slot | None:
+        """The slot that is tagged with `block`."""
+        for slot in self.slots:
+            if slot.tag == block:
+                return slot
+        return None
+
+    def victim(self, wanted: Collection[int]) -> Slot | None:
+        """The slot to load into: not in use, not holding a wanted block, and of those the one least recently used."""
+        best = None
+        for slot in self.slots:
+            if slot.users == 0 and slot.tag not in wanted and (best is None or slot.turn < best.turn):
+                best = slot
+        return best
+
+    def touch(self, slot: Slot) -> None:
+        """Note that `slot` was used just now."""
+        self._turn += 1
+        slot.turn = self._turn

@@ -1,0 +1,202 @@
+"""Blocks in and out of slots: load, bind, prefetch, unbind.
+
+Two rules of stream order hold everything together. A forward waits for its slot's `ready` event before it reads; a copy
+waits for its slot's `free` event before it writes. The host waits once, when a call ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from diffusers_omni_offload.platform import Platform, Stream
+from diffusers_omni_offload.streaming.order import Order
+from diffusers_omni_offload.streaming.slots import Slot, SlotPool
+from diffusers_omni_offload.streaming.stalls import StallMeter
+from diffusers_omni_offload.streaming.transport import HostToDevice, Transport
+from diffusers_omni_offload.weights.master import Master
+
+#: The tag of a slot that holds no block but leaves shared by several.
+_APART = -1
+
+
+class Streamer:
+    """Streams numbered blocks through a pool of slots.
+
+    Args:
+        platform: the device.
+        slot_count: number of slots.
+        transport: how bytes get into a slot.
+
+    Attributes:
+        loads: copies into slots so far.
+        demand_loads: those of them that a forward had to wait for from the start.
+        bytes_moved: bytes of those copies.
+    """
+
+    def __init__(self, platform: Platform, slot_count: int, transport: Transport | None = None) -> None:
+        self.platform = platform
+        self.loads = self.demand_loads = self.bytes_moved = 0
+        self.masters: list[Master | None] = []
+        self.slots = SlotPool(slot_count, platform)
+        self.order = Order()
+        self.stalls = StallMeter(platform)
+        self._transport = transport or HostToDevice()
+        self._copies = platform.stream()
+        self._residents: set[int] = set()
+        self._bound: dict[int, Master] = {}
+        self._other_streams: list[Stream] = []
+
+    def add_stack(self, masters: Iterable[Master | None]) -> list[int]:
+        """Give the blocks of a stack their numbers; None stands for a resident one, which is only noted in the order."""
+        first = len(self.masters)
+        self.masters += masters
+        numbers = list(range(first, len(self.masters)))
+        self._residents.update(number for number in numbers if self.masters[number] is None)
+        self.order.add_stack(numbers)
+        return numbers
+
+    @property
+    def slot_nbytes(self) -> int:
+        """Bytes of the largest streamed block."""
+        return max((master.nbytes for master in self.masters if master is not None), default=0)
+
+    def require_slots(self) -> None:
+        """Allocate the slots, or larger ones if a block outgrew them."""
+        if self.slots.require(self.slot_nbytes):
+            for master in self.masters:
+                if master is not None:
+                    master.forget_views()
+
+    def release_slots(self) -> None:
+        """Give the slots' device memory back until a block needs it again; no block may be running."""
+        self.settle()
+        self.slots.release()
+        for master in self.masters:
+            if master is not None:
+                master.forget_views()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a forward has a block bound now."""
+        return bool(self._bound)
+
+    def begin(self) -> None:
+        """A call begins: no slot is believed."""
+        self.require_slots()
+        self.slots.forget()
+        self.order.begin()
+
+    def end(self) -> None:
+        """A call has ended, however: nothing is bound and no copy is in flight when this returns."""
+        self.settle()
+        self.slots.forget()
+        self.order.end()
+
+    def settle(self) -> None:
+        """Wait for every copy, and put back what a forward that was interrupted left bound."""
+        for master in self._bound.values():
+            master.unbind()
+        self._bound.clear()
+        self._copies.synchronize()
+        for slot in self.slots.slots:
+            slot.users = 0
+            for stream in self._other_streams:
+                slot.buffer.record_stream(stream)  # type: ignore[arg-type]
+        self._other_streams.clear()
+
+    def enter(self, block: int) -> Slot | None:
+        """Bind `block` to its slot for a forward on the current stream, and prefetch what comes next.
+
+        Returns:
+            The slot, for `leave`; None for a resident block.
+        """
+        self.order.note(block)
+        master = self.masters[block]
+        slot = None
+        if master is not None:
+            slot = self.slots.holding(block) or self._load_on_demand(block)
+            self.slots.touch(slot)
+            stream = self.platform.current_stream()
+            if self.stalls.is_measuring:
+                self.stalls.before_wait(stream)
+            stream.wait_event(slot.ready)
+            if self.stalls.is_measuring:
+                self.stalls.after_wait(stream)
+            slot.users += 1
+        try:
+            if master is not None and slot is not None:
+                self._bound[block] = master
+                master.bind(slot.buffer)
+            self._prefetch(block, self.slots.count - (slot is not None))
+        except BaseException:
+            self.leave(block, slot)
+            raise
+        return slot
+
+    def leave(self, block: int, slot: Slot | None) -> None:
+        """Undo `enter` when the forward is over, or has failed."""
+        if slot is None:
+            return
+        slot.users -= 1
+        if slot.users == 0:
+            master = self._bound.pop(block, None)
+            if master is not None:
+                master.unbind()
+        self._mark_free(slot)
+
+    def bind_apart(self, master: Master, slot: Slot) -> None:
+        """Bind a master that is no block to a slot of its own, loading it unless the slot is tagged."""
+        if slot.tag is None:
+            self._load(_APART, master, slot)
+        self.platform.current_stream().wait_event(slot.ready)
+        self._bound[_APART] = master
+        master.bind(slot.buffer)
+
+    def unbind_apart(self, master: Master, slot: Slot) -> None:
+        """Undo `bind_apart`."""
+        self._bound.pop(_APART, None)
+        master.unbind()
+        self._mark_free(slot)
+
+    def _mark_free(self, slot: Slot) -> None:
+        stream = self.platform.current_stream()
+        if stream != slot.stream:
+            # `free` stands for all readers: the new record has to come after the old one.
+            stream.wait_event(slot.free)
+            self._other_streams.append(stream)
+            slot.stream = stream
+        slot.free.record(stream)
+
+    def _load_on_demand(self, block: int) -> Slot:
+        if not self.slots.slots:
+            self.require_slots()
+        expected = self.order.upcoming(block, self.slots.count - 1, self._residents)
+        slot = self.slots.victim(expected) or self.slots.victim(())
+        if slot is None:
+            raise RuntimeError(
+                f"{self.masters[block].path} was called while every one of the {self.slots.count} slots was in use "  # type: ignore[union-attr]
+                "by a block that is still running. Enable with a larger `slots=`."
+            )
+        self._load(block, self.masters[block], slot)
+        self.demand_loads += 1
+        return slot
+
+    def _prefetch(self, block: int, count: int) -> None:
+        upcoming = self.order.upcoming(block, count, self._residents)
+        for expected in upcoming:
+            if self.slots.holding(expected) is None:
+                slot = self.slots.victim(upcoming)
+                if slot is None:
+                    return
+                self._load(expected, self.masters[expected], slot)
+
+    def _load(self, block: int, master: Master | None, slot: Slot) -> None:
+        assert master is not None
+        slot.tag = None
+        self.slots.touch(slot)
+        self._copies.wait_event(slot.free)
+        with self._copies:
+            self.bytes_moved += self._transport.copy(master, slot)
+        slot.ready.record(self._copies)
+        slot.tag = block
+        self.loads += 1

@@ -1,0 +1,49 @@
+"""Dotted paths: looking a module up, and telling a missing attribute from one that is None."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+class MissingPathError(LookupError):
+    """A step of a dotted path isn't there. `found` is how far the path goes, `missing` the step that isn't there."""
+
+    def __init__(self, path: str, found: str, missing: str, owner: Any) -> None:
+        self.path, self.found, self.missing, self.owner = path, found, missing, owner
+        where = f"{found!r} (a {type(owner).__name__})" if found else f"{type(owner).__name__}"
+        super().__init__(f"{where} has no {missing!r}")
+
+
+def lookup(root: Any, path: str) -> Any:
+    """The object at a dotted `path` below `root`. A step is an attribute, a key or an index. None on the way gives
+    None.
+
+    Raises MissingPathError.
+    """
+    current = root
+    steps = path.split(".")
+    for position, step in enumerate(steps):
+        if current is None:
+            return None
+        try:
+            current = _step(current, step)
+        except (AttributeError, KeyError, IndexError, TypeError) as error:
+            raise MissingPathError(path, ".".join(steps[:position]), step, current) from error
+    return current
+
+
+def _step(owner: Any, step: str) -> Any:
+    try:
+        return getattr(owner, step)
+    except AttributeError:
+        if isinstance(owner, Mapping):
+            return owner[step]
+        if isinstance(owner, Sequence) and step.isdigit():
+            return owner[int(step)]
+        raise
+
+
+def is_inside(path: str, outer: str) -> bool:
+    """True if `path` is `outer` or below it."""
+    return path == outer or path.startswith(outer + ".") or outer == ""

@@ -1,0 +1,179 @@
+"""The resolved topology: what will be streamed, kept and placed. Frozen; backends run on it alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from diffusers_omni_offload.config import OffloadStrategy
+
+StackKind = Literal["dit", "encoder"]
+ComponentRole = Literal["dit", "encoder", "vae", "resident"]
+
+
+@dataclass(frozen=True, repr=False)
+class BlockStack:
+    """The ordered blocks of one component that share a ring.
+
+    `block_paths`, `blocks` and `nbytes` have one entry a block; `resident` holds sorted indices into them.
+    """
+
+    component: str
+    kind: StackKind
+    block_paths: tuple[str, ...]
+    blocks: tuple[nn.Module, ...]
+    resident: tuple[int, ...]
+    nbytes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not len(self.block_paths) == len(self.blocks) == len(self.nbytes):
+            raise ValueError(
+                f"The stack of {self.component!r} has {len(self.block_paths)} paths, {len(self.blocks)} blocks and "
+                f"{len(self.nbytes)} sizes; each block needs one of each."
+            )
+        in_order = tuple(sorted(set(self.resident))) == self.resident
+        if not in_order or any(not 0 <= index < len(self.blocks) for index in self.resident):
+            raise ValueError(
+                f"The stack of {self.component!r} has the residents {self.resident}; they must be sorted, unique "
+                f"indices below {len(self.blocks)}."
+            )
+
+    @property
+    def streamed(self) -> tuple[int, ...]:
+        """Indices of the blocks that are streamed."""
+        kept = set(self.resident)
+        return tuple(index for index in range(len(self.blocks)) if index not in kept)
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Bytes of the streamed blocks, each counted once."""
+        return sum(self.nbytes[index] for index in self.streamed)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the blocks that stay on the device."""
+        return sum(self.nbytes[index] for index in self.resident)
+
+    def describe(self) -> str:
+        """One line: counts and sizes."""
+        line = f"{len(self.streamed)} of {len(self.blocks)} blocks streamed ({format_bytes(self.streamed_bytes)})"
+        if self.resident:
+            line += f", {len(self.resident)} resident ({format_bytes(self.resident_bytes)})"
+        return line
+
+    def __repr__(self) -> str:
+        return f"BlockStack({self.component!r}, {self.kind}: {self.describe()})"
+
+
+@dataclass(frozen=True, repr=False)
+class ResolvedComponent:
+    """One module of the pipeline, by its first dotted path, and its part. `path` is "" for the pipeline module
+    itself."""
+
+    path: str
+    module: nn.Module
+    role: ComponentRole
+
+    def __repr__(self) -> str:
+        return f"ResolvedComponent({self.path!r}, {type(self.module).__name__}, {self.role})"
+
+
+@dataclass(frozen=True, repr=False)
+class ResolvedPlan:
+    """What a strategy does with a pipeline. `components` holds each module component once, by identity.
+
+    With `skip_reason` set, nothing at all is placed or hooked. `on_demand` are the paths of the components (or of DiT
+    submodules) that load and offload themselves.
+    """
+
+    strategy: OffloadStrategy
+    components: tuple[ResolvedComponent, ...]
+    stacks: tuple[BlockStack, ...]
+    on_demand: tuple[str, ...] = ()
+    skip_reason: str | None = None
+    notes: tuple[str, ...] = ()
+
+    def component(self, path: str) -> ResolvedComponent:
+        """The component at `path`. KeyError with the known paths if there is none."""
+        for component in self.components:
+            if component.path == path:
+                return component
+        raise KeyError(f"No component {path!r} in the plan; it has {', '.join(c.path for c in self.components)}.")
+
+    def with_role(self, role: ComponentRole) -> tuple[ResolvedComponent, ...]:
+        """The components of a role, in the order of their declaration."""
+        return tuple(component for component in self.components if component.role == role)
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Bytes that are streamed, over all stacks."""
+        return sum(stack.streamed_bytes for stack in self.stacks)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of resident blocks, over all stacks (not of resident components)."""
+        return sum(stack.resident_bytes for stack in self.stacks)
+
+    @property
+    def largest_streamed_block(self) -> int:
+        """Bytes of the largest block that is streamed; 0 if there is none."""
+        return max((stack.nbytes[index] for stack in self.stacks for index in stack.streamed), default=0)
+
+    def __str__(self) -> str:
+        stacks = {stack.component: stack for stack in self.stacks}
+        rows = []
+        for component in self.components:
+            stack = stacks.get(component.path)
+            if self.strategy is OffloadStrategy.MODEL_LEVEL and component.role in ("dit", "encoder"):
+                what = "swapped as a whole"
+            elif component.path in self.on_demand:
+                what = "loads itself on demand"
+            elif stack is not None:
+                what = stack.describe()
+            else:
+                what = "on the device"
+            size = format_bytes(module_nbytes(component.module))
+            rows.append((component.path or "(pipeline)", type(component.module).__name__, component.role, size, what))
+        widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
+        lines = [f"{self.strategy.value} plan: {format_bytes(self.streamed_bytes)} streamed"]
+        if self.skip_reason is not None:
+            lines.append(f"skipped: {self.skip_reason}")
+        for name, class_name, role, size, what in rows:
+            cells = (
+                name.ljust(widths[0]),
+                class_name.ljust(widths[1]),
+                role.ljust(widths[2]),
+                size.rjust(widths[3]),
+                what,
+            )
+            lines.append("  " + "  ".join(cells).rstrip())
+        lines.extend(f"note: {note}" for note in self.notes)
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"<{self}>"
+
+
+def module_nbytes(module: nn.Module, without: frozenset[int] | set[int] = frozenset()) -> int:
+    """Bytes of a module's parameters and buffers, each tensor once, from shapes and dtypes (so meta tensors count too).
+
+    Tensors whose `id` is in `without` don't count.
+    """
+    seen = set(without)
+    total = 0
+    for tensors in (module.parameters(), module.buffers()):
+        for tensor in tensors:
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                total += tensor.numel() * tensor.element_size()
+    return total
+
+
+def format_bytes(nbytes: int) -> str:
+    """`nbytes` in the largest unit (B, KiB, MiB, GiB) that gives at least 1."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.1f} {unit}"
+    return f"{nbytes} B"

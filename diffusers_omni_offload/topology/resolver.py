@@ -1,0 +1,376 @@
+"""The single entry point of the topology: a pipeline and a configuration become a plan, or a sentence that says why
+not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from diffusers_omni_offload.config import OffloadConfig, OffloadStrategy, WeightTransfer
+from diffusers_omni_offload.declarations import OffloadPlan
+from diffusers_omni_offload.topology.blocks import (
+    BLOCKS_ATTRIBUTE,
+    Block,
+    check_ownership,
+    collect_blocks,
+    declared_containers,
+    find_container,
+)
+from diffusers_omni_offload.topology.discovery import Discovery, discover
+from diffusers_omni_offload.topology.findings import Findings
+from diffusers_omni_offload.topology.paths import MissingPathError, is_inside, lookup
+from diffusers_omni_offload.topology.plan import (
+    BlockStack,
+    ComponentRole,
+    ResolvedComponent,
+    ResolvedPlan,
+    StackKind,
+    format_bytes,
+    module_nbytes,
+)
+from diffusers_omni_offload.topology.residents import resident_indices
+
+LARGE_SUBMODULE_BYTES = 1 << 30
+"""An undeclared submodule of a DiT above this defeats streaming if it stays on the device."""
+
+_LIFECYCLE = ("load_to_device", "offload_to_cpu")
+
+
+def resolve_offload_plan(pipeline: Any, config: OffloadConfig, *, declarations: type | None = None) -> ResolvedPlan:
+    """What `config` means for `pipeline`. Pure: reads modules' structure, shapes and dtypes, and nothing else.
+
+    `declarations`: a class with component declarations, used if the pipeline has none of its own.
+    Raises ValueError or TypeError for what the pipeline can't do; if no components were selected, most of that is
+    warned about and skipped instead (`skip_reason` is set if nothing is left to do).
+    """
+    if config.strategy is OffloadStrategy.NONE:
+        return ResolvedPlan(config.strategy, (), (), skip_reason="offloading is switched off")
+    return _Resolver(pipeline, config, declarations).resolve()
+
+
+class _Resolver:
+    def __init__(self, pipeline: Any, config: OffloadConfig, declarations: type | None) -> None:
+        self.pipeline, self.config = pipeline, config
+        self.pipeline_name = type(pipeline).__name__
+        self.findings = Findings(config.is_explicit)
+        self.selected = {name for name in ("dit", "text_encoder", "image_encoder") if config.selects(name)}
+        roles: set[ComponentRole] = {"dit" if name == "dit" else "encoder" for name in self.selected}
+        self.discovery: Discovery = discover(pipeline, declarations, frozenset(roles), self.findings)
+        self.plan: OffloadPlan = self.discovery.plan
+        self.components = list(self.discovery.components)
+        self.stacks: list[BlockStack] = []
+        self.on_demand: list[str] = []
+
+    def resolve(self) -> ResolvedPlan:
+        self._check_plan_paths()
+        self._collect_on_demand()
+        skip_reason = self._check_presence()
+        self._check_replication()
+        if skip_reason is None and self.config.strategy is not OffloadStrategy.MODEL_LEVEL:
+            if "dit" in self.selected:
+                self._stack_dits()
+            self._stack_encoders()
+            declared = {id(component.module) for component in self.components if self._is_declared(component)}
+            check_ownership(self.stacks, self.components, declared)
+            if not self.stacks and not self.findings.explicit:
+                skip_reason = f"{self.pipeline_name} has no blocks that can be streamed"
+        return ResolvedPlan(
+            strategy=self.config.strategy,
+            components=tuple(self.components),
+            stacks=tuple(self.stacks),
+            on_demand=tuple(self.on_demand),
+            skip_reason=skip_reason,
+            notes=tuple(self.findings.notes),
+        )
+
+    # Declarations -----------------------------------------------------------------------------------------------
+
+    def _check_plan_paths(self) -> None:
+        """A path in the plan that no component list has is a slip of its author."""
+        dits, encoders = self.discovery.declared["dit"], self.discovery.declared["encoder"]
+        fields = (
+            ("block_attrs", self.plan.block_attrs, dits, "_dit_modules"),
+            ("resident_dit_paths", self.plan.resident_dit_paths, dits, "_dit_modules"),
+            ("encoder_block_attrs", self.plan.encoder_block_attrs, encoders, "_encoder_modules"),
+            ("encoder_component_types", self.plan.encoder_component_types, encoders, "_encoder_modules"),
+            ("encoder_dlo_weight_replication", self.plan.encoder_dlo_weight_replication, encoders, "_encoder_modules"),
+        )
+        for field, paths, known, attribute in fields:
+            for path in paths:
+                if path not in known:
+                    self.findings.problem(
+                        f"The offload plan of {self.discovery.source} has {path!r} in {field}, but {attribute} has "
+                        f"only {', '.join(known) or 'nothing'}; add it there or take it out of the plan."
+                    )
+
+    def _collect_on_demand(self) -> None:
+        for path in self.plan.on_demand_component_paths:
+            try:
+                module = lookup(self.pipeline, path)
+            except MissingPathError as error:
+                self.findings.problem(
+                    f"The offload plan has {path!r} in on_demand_component_paths, but {error}; correct it."
+                )
+                continue
+            if module is None:
+                continue
+            _require_lifecycle(path, module, "on_demand_component_paths names it")
+            self.on_demand.append(path)
+
+    def _check_presence(self) -> str | None:
+        """Complains if a selected kind of component isn't there at all. Returns the skip reason, if there is one."""
+        dits, encoders = self.discovery.loaded("dit"), self.discovery.loaded("encoder")
+        is_model_level = self.config.strategy is OffloadStrategy.MODEL_LEVEL
+        if "dit" in self.selected and not dits:
+            declared = ", ".join(self.discovery.declared["dit"])
+            what = f"none of {declared} is loaded" if declared else "none is declared"
+            self.findings.problem(
+                f"{self.pipeline_name} has no DiT to offload: {what} ({self.discovery.source}). Declare its "
+                "denoising modules in _dit_modules, or load one."
+            )
+            return f"{self.pipeline_name} has no DiT"
+        for kind in ("text_encoder", "image_encoder"):
+            if self.findings.explicit and kind in self.selected and not self._declared_encoders(kind):
+                raise ValueError(
+                    f"components has {kind!r}, but {self.pipeline_name} declares no such encoder "
+                    f"({self.discovery.source} has "
+                    f"{', '.join(self.discovery.declared['encoder']) or 'no encoders'}); leave it out."
+                )
+        if is_model_level and not self.findings.explicit and not encoders:
+            self.findings.problem(
+                f"{self.pipeline_name} has no encoders to swap with its DiT, so nothing is offloaded."
+            )
+            return f"{self.pipeline_name} has no encoders"
+        return None
+
+    def _check_replication(self) -> None:
+        """Encoders that are sharded over several ranks must hold the same weights on each; stubs count, as other ranks
+        may have loaded them."""
+        if self.config.group_size <= 1:
+            return
+        for kind in ("text_encoder", "image_encoder"):
+            if self.config.options_for(kind).weight_transfer is not WeightTransfer.ALLGATHER:
+                continue
+            for path in self._declared_encoders(kind):
+                if path in self.plan.encoder_block_attrs and path not in self.plan.encoder_dlo_weight_replication:
+                    raise ValueError(
+                        f"{path!r} can't use weight_transfer='allgather': its weights aren't declared to be the same "
+                        "on every rank (encoder_dlo_weight_replication of the offload plan); use 'rank-local'."
+                    )
+
+    def _is_declared(self, component: ResolvedComponent) -> bool:
+        return any(component.path in paths for paths in self.discovery.declared.values())
+
+    def _declared_encoders(self, kind: str) -> tuple[str, ...]:
+        return tuple(path for path in self.discovery.declared["encoder"] if self._encoder_type(path) == kind)
+
+    def _encoder_type(self, path: str) -> str:
+        if path in self.plan.encoder_component_types:
+            return self.plan.encoder_component_types[path]
+        return "image_encoder" if path.rpartition(".")[2].startswith(("image_encoder", "vision")) else "text_encoder"
+
+    # Stacks -----------------------------------------------------------------------------------------------------
+
+    def _stack_dits(self) -> None:
+        dits = self.discovery.loaded("dit")
+        if self.discovery.is_scan and not self.plan.block_attrs:
+            # A well-known name proves nothing: what has no blocks isn't taken for a DiT, as long as something else is.
+            named = [dit for dit in dits if declared_containers(dit, (), self.findings)]
+            for dit in dits:
+                if named and dit not in named:
+                    self.findings.note(f"{dit.path!r} declares no blocks, so it stays on the device.")
+            dits = tuple(named) or dits
+        found = {dit.path: self._blocks(dit, self.plan.block_attrs.get(dit.path, ())) for dit in dits}
+        wanted = self.config.options_for("dit").resident_layers
+        eligible = [path for path, blocks in found.items() if blocks and path in self.plan.resident_dit_paths]
+        if wanted and not eligible:
+            self.findings.problem(
+                f"resident_layers={wanted} was asked for, but no DiT of {self.pipeline_name} may keep blocks on the "
+                f"device; name it in resident_dit_paths of its offload plan ({', '.join(found)}) or leave "
+                "resident_layers out."
+            )
+        for dit in dits:
+            blocks = found[dit.path]
+            if not blocks:
+                continue
+            residents = wanted if dit.path in eligible else 0
+            if wanted and eligible and not residents:
+                self.findings.note(f"{dit.path!r} isn't in resident_dit_paths, so it keeps no blocks on the device.")
+            self._add_stack(dit, "dit", blocks, residents)
+        self._stack_submodules(dits, [block for blocks in found.values() for _, block in blocks])
+
+    def _stack_encoders(self) -> None:
+        for kind in ("text_encoder", "image_encoder"):
+            if kind not in self.selected:
+                continue
+            loaded: list[tuple[ResolvedComponent, list[Block] | None]] = []
+            for encoder in self.discovery.loaded("encoder"):
+                if self._encoder_type(encoder.path) != kind:
+                    continue
+                if module_nbytes(encoder.module) == 0:
+                    self.findings.note(
+                        f"{encoder.path!r} isn't loaded (it holds no weights), so nothing is streamed for it."
+                    )
+                    continue
+                containers = declared_containers(
+                    encoder, self.plan.encoder_block_attrs.get(encoder.path, ()), self.findings
+                )
+                loaded.append((encoder, self._collect(encoder, containers) if containers else None))
+            without = [encoder for encoder, blocks in loaded if blocks is None]
+            if loaded and len(without) == len(loaded):
+                names = ", ".join(f"{encoder.path} ({type(encoder.module).__name__})" for encoder in without)
+                self.findings.problem(
+                    f"components has {kind!r}, but none of the encoders of {self.pipeline_name} declares blocks: "
+                    f"{names}. Name them in encoder_block_attrs of the offload plan, or leave it out."
+                )
+            for encoder in without:
+                self.findings.note(f"{encoder.path!r} declares no blocks, so it stays on the device as a whole.")
+            for encoder, blocks in loaded:
+                if blocks:
+                    self._add_stack(encoder, "encoder", blocks, 0)
+
+    def _blocks(self, dit: ResolvedComponent, planned: tuple[str, ...]) -> list[Block]:
+        containers = declared_containers(dit, planned, self.findings)
+        if not containers:
+            self.findings.problem(
+                f"{dit.path!r} (a {type(dit.module).__name__}) declares no blocks, so it can't be streamed. Name its "
+                f"block containers in block_attrs of the pipeline's offload plan, or in {BLOCKS_ATTRIBUTE} on its "
+                "class."
+            )
+            return []
+        blocks = self._collect(dit, containers)
+        if not blocks:
+            self.findings.problem(
+                f"The block containers {', '.join(containers)} of {dit.path!r} (a {type(dit.module).__name__}) hold "
+                "no blocks with weights, so it can't be streamed."
+            )
+        return blocks
+
+    def _collect(self, component: ResolvedComponent, containers: tuple[str, ...]) -> list[Block]:
+        try:
+            return collect_blocks(component, containers, self.findings)
+        except ValueError as error:
+            self.findings.problem(str(error))
+            return []
+
+    def _add_stack(self, component: ResolvedComponent, kind: StackKind, blocks: list[Block], wanted: int) -> None:
+        count = len(blocks)
+        if wanted > count:
+            self.findings.note(
+                f"resident_layers={wanted} is more than the {count} blocks of {component.path!r}: all of them stay."
+            )
+        resident = resident_indices(count, wanted, self.config.resident_policy)
+        if count - len(resident) == 1:
+            if self.findings.explicit:
+                raise ValueError(self._single_block(component, count, len(resident)))
+            if self.config.strategy is OffloadStrategy.LAYERWISE:
+                self.findings.warn(
+                    f"{component.path!r} has a single block, which a ring can't stream; it stays on the device."
+                )
+                return
+            self.findings.note(f"{component.path!r} would stream a single block; it stays on the device.")
+            resident = tuple(range(count))
+        self.stacks.append(
+            BlockStack(
+                component=component.path,
+                kind=kind,
+                block_paths=tuple(path for path, _ in blocks),
+                blocks=tuple(block for _, block in blocks),
+                resident=resident,
+                nbytes=tuple(module_nbytes(block) for _, block in blocks),
+            )
+        )
+
+    @staticmethod
+    def _single_block(component: ResolvedComponent, count: int, residents: int) -> str:
+        if residents:
+            return (
+                f"resident_layers={residents} leaves one of the {count} blocks of {component.path!r} to be streamed, "
+                f"and a single block would never leave its slot; use at most {count - 2}, or {count} to keep all of "
+                "them on the device."
+            )
+        return (
+            f"{component.path!r} (a {type(component.module).__name__}) has a single block with weights, and a single "
+            "block would never leave its slot, so nothing is gained by streaming it; leave it out of components."
+        )
+
+    # Submodules of a DiT ----------------------------------------------------------------------------------------
+
+    def _stack_submodules(self, dits: tuple[ResolvedComponent, ...], blocks: list[nn.Module]) -> None:
+        """Declared submodules get a stack of their own; so do large undeclared ones under the distributed strategy."""
+        taken = {id(block) for block in blocks}
+        streamed = {id(tensor) for block in blocks for tensor in [*block.parameters(), *block.buffers()]}
+        unmatched = set(self.plan.offload_submodules)
+        for dit in dits:
+            for name, container in self.plan.offload_submodules.items():
+                try:
+                    module = lookup(dit.module, name)
+                except MissingPathError:
+                    continue
+                unmatched.discard(name)
+                if isinstance(module, nn.Module):
+                    self._stack_submodule(dit, name, module, container)
+            if self.config.strategy is OffloadStrategy.DISTRIBUTED_LAYERWISE:
+                self._stack_large_children(dit, taken, streamed)
+        for name in sorted(unmatched):
+            self.findings.problem(
+                f"The offload plan has {name!r} in offload_submodules, but no DiT of {self.pipeline_name} has it; "
+                "correct the name."
+            )
+
+    def _stack_large_children(self, dit: ResolvedComponent, taken: set[int], streamed: set[int]) -> None:
+        declared = {id(component.module): component for component in self.components}
+        for name, child in dit.module.named_children():
+            path = f"{dit.path}.{name}"
+            if id(child) in declared or name in self.plan.offload_submodules:
+                continue
+            if any(is_inside(on_demand, path) or is_inside(path, on_demand) for on_demand in self.on_demand):
+                continue
+            elsewhere = {
+                id(tensor)
+                for component in declared.values()
+                if is_inside(component.path, path)
+                for tensor in [*component.module.parameters(), *component.module.buffers()]
+            }
+            nbytes = module_nbytes(child, without=streamed | elsewhere)
+            if nbytes <= LARGE_SUBMODULE_BYTES:
+                continue
+            container = find_container(child, taken)
+            if container is None:
+                _require_lifecycle(
+                    path,
+                    child,
+                    f"it holds {format_bytes(nbytes)} and has no blocks to stream, so it would defeat streaming",
+                )
+                self.on_demand.append(path)
+                continue
+            self.findings.warn_once(
+                "submodule",
+                type(child),
+                f"{path!r} (a {type(child).__name__}) holds {format_bytes(nbytes)} and isn't declared; its blocks "
+                f"are taken from {container!r}. Declare it in offload_submodules of the offload plan.",
+            )
+            self._stack_submodule(dit, name, child, container)
+
+    def _stack_submodule(self, dit: ResolvedComponent, name: str, module: nn.Module, container: str) -> None:
+        submodule = ResolvedComponent(f"{dit.path}.{name}", module, "dit")
+        blocks = self._collect(submodule, (container,))
+        if len(blocks) < 2:
+            self.findings.note(
+                f"{submodule.path!r} has {len(blocks)} blocks, too few to stream; it stays on the device."
+            )
+            return
+        if all(component.module is not module for component in self.components):
+            self.components.append(submodule)
+        self._add_stack(submodule, "dit", blocks, 0)
+
+
+def _require_lifecycle(path: str, module: Any, why: str) -> None:
+    missing = [name for name in _LIFECYCLE if not callable(getattr(module, name, None))]
+    if missing:
+        raise ValueError(
+            f"{path!r} (a {type(module).__name__}) has no {' and no '.join(missing)}, which it needs because {why}. "
+            f"Add {' and '.join(_LIFECYCLE)}, name its block container in offload_submodules, or declare it in "
+            "_resident_modules."
+        )

@@ -1,0 +1,217 @@
+"""The plain tensors that hold a module's bytes, and how they lie in one packed buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+#: Every packed leaf starts at a multiple of this many bytes: enough for any kernel's vector loads.
+ALIGNMENT = 256
+
+#: Tensor types whose bytes are all in their own storage.
+PLAIN_TYPES = (torch.Tensor, nn.Parameter, nn.Buffer)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A parameter or buffer and the first path it was found under."""
+
+    tensor: torch.Tensor
+    path: str
+
+
+def find_leaves(module: nn.Module, path: str, exclude: AbstractSet[int] = frozenset()) -> list[Leaf]:
+    """The parameters and buffers below `module`, each object once, in registration order.
+
+    Args:
+        module: where to look.
+        path: the module's own dotted path, for messages.
+        exclude: `id` of tensors to leave out.
+    """
+    seen = set(exclude)
+    leaves = []
+    for owner_path, owner in module.named_modules(prefix=path):
+        for tensors in (owner._parameters, owner._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    leaves.append(Leaf(tensor, f"{owner_path}.{name}" if owner_path else name))
+    return leaves
+
+
+def require_plain(leaf: Leaf) -> None:
+    """Refuse a tensor whose bytes aren't all in its own storage.
+
+    Raises:
+        TypeError: the tensor is of a subclass, or not strided.
+        ValueError: the tensor is on the meta device.
+    """
+    tensor = leaf.tensor
+    if type(tensor) not in PLAIN_TYPES or tensor.layout is not torch.strided:
+        kind = type(tensor).__name__ if type(tensor) not in PLAIN_TYPES else f"{tensor.layout} tensor"
+        raise TypeError(
+            f"{leaf.path} is a {kind}, whose bytes can't be streamed yet; plain parameters and buffers can. "
+            "Load this component unquantized, or leave it out of `components`."
+        )
+    if tensor.is_meta:
+        raise ValueError(
+            f"{leaf.path} is on the meta device and has no weights: load the component's weights before enabling."
+        )
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a leaf lies in the packed buffer: bytes [offset, offset + nbytes), read with this dtype and geometry."""
+
+    offset: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def view(self, source: torch.Tensor) -> torch.Tensor:
+        """The leaf in `source`, the uint8 tensor of exactly its bytes."""
+        flat = source.view(self.dtype)
+        return flat.as_strided(self.shape, self.stride) if self.nbytes else flat.view(self.shape)
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Bytes [start, stop) of a storage that one or more leaves read, and the offset they get when packed."""
+
+    storage: torch.UntypedStorage
+    start: int
+    stop: int
+    offset: int
+
+    def bytes(self) -> torch.Tensor:
+        device = self.storage.device
+        source = torch.empty(0, dtype=torch.uint8, device=device)
+        return source.set_(self.storage, self.start, (self.stop - self.start,), (1,))
+
+
+class Layout:
+    """The packed form of some tensors: strides are kept, and tensors that overlap in memory still do.
+
+    Attributes:
+        placements: one for each tensor, in order.
+        nbytes: size of the packed buffer.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        extents = [extent(tensor) for tensor in tensors]
+        spans: dict[int, list[_Span]] = {}
+        offset = 0
+        for storage, start, stop in _merge(extents):
+            spans.setdefault(storage.data_ptr(), []).append(_Span(storage, start, stop, offset))
+            offset += -(-(stop - start) // ALIGNMENT) * ALIGNMENT
+        self.nbytes = offset
+        self._spans = [span for group in spans.values() for span in group]
+        self.placements = [
+            Placement(
+                _packed_offset(spans, *found), found[2] - found[1], tensor.dtype, tensor.shape, tuple(tensor.stride())
+            )
+            for tensor, found in zip(tensors, extents, strict=True)
+        ]
+
+    @property
+    def is_disjoint(self) -> bool:
+        """Whether no two tensors share bytes."""
+        return len(self._spans) == sum(1 for placement in self.placements if placement.nbytes)
+
+    def copy_to(self, buffer: torch.Tensor) -> None:
+        """Copy every byte into `buffer`, a uint8 tensor of shape (nbytes,), and let the old storages go."""
+        for span in self._spans:
+            size = span.stop - span.start
+            buffer[span.offset : span.offset + size].copy_(span.bytes())
+        self.forget_sources()
+
+    def forget_sources(self) -> None:
+        """Drop the references to the storages that the tensors came from."""
+        self._spans = []
+
+
+def extent(tensor: torch.Tensor) -> tuple[torch.UntypedStorage, int, int]:
+    """The storage of `tensor` and the bytes [start, stop) of it that the tensor reads."""
+    size = tensor.element_size()
+    start = tensor.storage_offset() * size
+    if tensor.numel() == 0:
+        return tensor.untyped_storage(), start, start
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.untyped_storage(), start, start + (last + 1) * size
+
+
+def _merge(
+    extents: Iterable[tuple[torch.UntypedStorage, int, int]],
+) -> Iterator[tuple[torch.UntypedStorage, int, int]]:
+    """Overlapping extents of one storage become one; their common start keeps every dtype aligned."""
+    by_storage: dict[int, tuple[torch.UntypedStorage, set[tuple[int, int]]]] = {}
+    for storage, start, stop in extents:
+        if stop > start:
+            by_storage.setdefault(storage.data_ptr(), (storage, set()))[1].add((start, stop))
+    for storage, intervals in by_storage.values():
+        merged: list[tuple[int, int, int]] = []
+        for start, stop in sorted(intervals):
+            if merged and start < merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(stop, merged[-1][1]), merged[-1][2] + 1)
+            else:
+                merged.append((start, stop, 1))
+        for start, stop, count in merged:
+            yield storage, start - start % 16 if count > 1 else start, stop
+
+
+def _packed_offset(spans: dict[int, list[_Span]], storage: torch.UntypedStorage, start: int, stop: int) -> int:
+    if stop == start:
+        return 0
+    return next(
+        span.offset + start - span.start
+        for span in spans[storage.data_ptr()]
+        if span.start <= start and stop <= span.stop
+    )
+
+
+def rebind(tensor: torch.Tensor, make: Callable[[], torch.Tensor]) -> None:
+    """Give `tensor` the data of `make()`, made in the tensor's own mode: normal, or for inference only."""
+    with torch.inference_mode(tensor.is_inference()):
+        tensor.data = make()
+
+
+@torch.inference_mode(False)
+def move_tensors(tensors: Sequence[torch.Tensor], device: torch.device) -> None:
+    """Move tensors to `device` in place: identity, strides and shared storage are kept.
+
+    Args:
+        tensors: plain tensors; those that are there already stay as they are, unless they share bytes with one
+            that isn't.
+        device: where to.
+    """
+    there = [tensor for tensor in tensors if tensor.device != device]
+    groups: dict[int, list[torch.Tensor]] = {}
+    for tensor in there:
+        groups.setdefault(tensor.untyped_storage().data_ptr() or id(tensor), []).append(tensor)
+    for group in groups.values():
+        layout = Layout(group)
+        if layout.is_disjoint:
+            layout.forget_sources()
+            for tensor in group:
+                rebind(tensor, lambda tensor=tensor: _copy_with_strides(tensor, device))  # type: ignore[misc]
+            continue
+        buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
+        layout.copy_to(buffer)
+        for tensor, placement in zip(group, layout.placements, strict=True):
+            source = buffer[placement.offset : placement.offset + placement.nbytes]
+            rebind(tensor, lambda source=source, placement=placement: placement.view(source))  # type: ignore[misc]
+
+
+def _copy_with_strides(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    moved = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    if moved.numel():
+        storage_view = Layout([tensor])
+        target = torch.empty(0, dtype=torch.uint8, device=device)
+        target.set_(moved.untyped_storage(), 0, (storage_view.placements[0].nbytes,), (1,))
+        storage_view.copy_to(target)
+    return moved

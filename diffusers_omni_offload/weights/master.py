@@ -1,0 +1,165 @@
+"""The authoritative host copy of a block: every leaf in one buffer, which the leaves themselves are views of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from diffusers_omni_offload.platform import Platform
+from diffusers_omni_offload.weights.leaves import Layout, Leaf, Placement, move_tensors, require_plain
+from diffusers_omni_offload.weights.pinning import HostBuffer, PinnedBudget
+from diffusers_omni_offload.weights.snapshot import Snapshot
+
+_Binding = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+class Master:
+    """The packed host copy of some leaves.
+
+    Between forwards the leaves are views of the host buffer, so reading or editing them reads or edits the truth;
+    inside a forward `bind` makes them views of a slot.
+
+    Args:
+        find: returns the leaves as the modules hold them now; called again by `repack`.
+        watched: the modules whose tables tell whether leaves came, went or were replaced.
+        path: dotted path for messages.
+        platform: where the copies go to.
+        budget: what may be page-locked.
+
+    Attributes:
+        nbytes: size of the packed leaves in bytes.
+
+    Raises:
+        TypeError, ValueError: a leaf can't be packed (`require_plain`); nothing was changed.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[], list[Leaf]],
+        watched: Sequence[nn.Module],
+        path: str,
+        platform: Platform,
+        budget: PinnedBudget,
+    ) -> None:
+        self.path = path
+        self._find, self._watched = find, watched
+        self._platform, self._budget = platform, budget
+        self._buffer: HostBuffer | None = None
+        self._original_devices: dict[int, torch.device] = {}
+        self._pack()
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the host buffer is page-locked."""
+        return self._buffer is not None and self._buffer.is_pinned
+
+    @property
+    def host(self) -> torch.Tensor:
+        """The packed bytes: uint8, shape (nbytes,)."""
+        assert self._buffer is not None
+        return self._buffer.bytes
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The leaves, as the objects that the modules hold."""
+        return self._tensors
+
+    def is_current(self) -> bool:
+        """Whether the modules still hold these leaves, and the leaves these bytes."""
+        return self._snapshot.is_current()
+
+    def repack(self) -> None:
+        """Take the leaves as they are now; what is new or was replaced is read from where it is."""
+        self._pack()
+
+    def views_on(self, buffer: torch.Tensor) -> _Binding:
+        """The leaves paired with their views of `buffer`, a uint8 tensor of at least `nbytes`; made once a buffer."""
+        binding = self._bindings.get(id(buffer))
+        if binding is None:
+            with torch.inference_mode(False):
+                binding = self._bindings[id(buffer)] = [
+                    (tensor, self._view_in_mode(tensor, buffer[p.offset : p.offset + p.nbytes], p))
+                    for tensor, p in zip(self._tensors, self._placements, strict=True)
+                ]
+        return binding
+
+    def forget_views(self) -> None:
+        """Drop the views of buffers that are given back."""
+        self._bindings.clear()
+
+    def bind(self, buffer: torch.Tensor) -> None:
+        """Make the leaves views of `buffer`."""
+        for tensor, view in self.views_on(buffer):
+            tensor.data = view
+
+    def unbind(self) -> None:
+        """Make the leaves views of the host buffer."""
+        for tensor, view in self._host_binding:
+            tensor.data = view
+
+    def versions(self) -> list[int]:
+        """A number for each leaf that grows when it is written to in place."""
+        return [tensor._version for tensor in self._tracked]
+
+    def written_leaf(self, versions: Sequence[int]) -> str | None:
+        """The path of the first leaf written to since `versions` were read."""
+        for tensor, before in zip(self._tracked, versions, strict=True):
+            if tensor._version != before:
+                return self._paths[id(tensor)]
+        return None
+
+    def requires_grad(self) -> bool:
+        """Whether any leaf asks for a gradient."""
+        return any([tensor.requires_grad for tensor in self._tensors])
+
+    def release(self) -> None:
+        """Unlock the host buffer; the leaves stay views of it, ordinary CPU tensors."""
+        self._bindings.clear()
+        if self._buffer is not None:
+            self._buffer.unpin()
+
+    def restore_devices(self) -> None:
+        """Put every leaf back on the device that it was packed from; for an enable that failed."""
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for tensor in self._tensors:
+            device = self._original_devices.get(id(tensor))
+            if device is not None:
+                by_device.setdefault(device, []).append(tensor)
+        for device, tensors in by_device.items():
+            move_tensors(tensors, device)
+
+    @torch.inference_mode(False)
+    def _pack(self) -> None:
+        leaves = self._find()
+        for leaf in leaves:
+            require_plain(leaf)
+        tensors = [leaf.tensor for leaf in leaves]
+        layout = Layout(tensors)
+        buffer = HostBuffer(layout.nbytes, self._platform, self._budget)
+        layout.copy_to(buffer.bytes)
+        binding = [
+            (tensor, self._view_in_mode(tensor, buffer.view(p.offset, p.nbytes), p))
+            for tensor, p in zip(tensors, layout.placements, strict=True)
+        ]
+        # From here on nothing can fail: the leaves change from one complete set of bytes to another.
+        if not self._original_devices:
+            self._original_devices = {id(tensor): tensor.device for tensor in tensors}
+        self._tensors, self._placements, self._host_binding = tensors, layout.placements, binding
+        self._tracked = [tensor for tensor in tensors if not tensor.is_inference()]
+        self._paths = {id(leaf.tensor): leaf.path for leaf in leaves}
+        self._bindings: dict[int, _Binding] = {}
+        self.nbytes = layout.nbytes
+        self.unbind()
+        previous, self._buffer = self._buffer, buffer
+        if previous is not None:
+            previous.unpin()
+        self._snapshot = Snapshot(self._watched, tensors)
+
+    @staticmethod
+    def _view_in_mode(tensor: torch.Tensor, source: torch.Tensor, placement: Placement) -> torch.Tensor:
+        # An inference tensor takes only inference data, a normal one only normal data.
+        with torch.inference_mode(tensor.is_inference()):
+            return placement.view(source)
+

@@ -1,0 +1,128 @@
+"""Host buffers of an exact size, page-locked where the platform and the budget allow it."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import weakref
+
+import torch
+
+from diffusers_omni_offload.platform import Platform, host_memory
+
+#: Share of host memory that is never page-locked: the system, the page cache and the Python heap live there.
+_RESERVED_SHARE = 0.1
+
+
+def _next_power_of_two(nbytes: int) -> int:
+    return 1 << max(0, nbytes - 1).bit_length()
+
+
+class PinnedBudget:
+    """How many bytes may still be page-locked; shared by all buffers of one backend.
+
+    Args:
+        pin_memory: True pins up to 90 % of the memory of the host or its control group, False nothing,
+            a number that many bytes.
+    """
+
+    def __init__(self, pin_memory: bool | int) -> None:
+        if pin_memory is True:
+            self.limit = int(host_memory().total_bytes * (1 - _RESERVED_SHARE))
+        else:
+            self.limit = int(pin_memory)
+        self.pinned_bytes = 0
+        self.refusal: str | None = None
+
+    def take(self, nbytes: int) -> bool:
+        """Whether `nbytes` fit in what is left; they are counted if so."""
+        if self.pinned_bytes + nbytes > self.limit:
+            return False
+        self.pinned_bytes += nbytes
+        return True
+
+    def give_back(self, nbytes: int) -> None:
+        """Return what `take` counted."""
+        self.pinned_bytes -= nbytes
+
+
+class HostBuffer:
+    """`nbytes` of page-aligned host memory, pinned if possible, as a uint8 tensor `bytes` of shape (nbytes,).
+
+    The memory lives as long as any tensor made from it; the page lock lives as long as this object.
+    """
+
+    def __init__(self, nbytes: int, platform: Platform, budget: PinnedBudget) -> None:
+        self.nbytes = nbytes
+        self.is_pinned = False
+        self._memory: mmap.mmap | torch.Tensor
+        self._unpin: weakref.finalize | None = None
+        if not platform.registers_host_memory and platform.is_asynchronous and self._take_from_allocator(budget):
+            return
+        self._memory = mmap.mmap(-1, max(nbytes, 1))
+        self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8, count=max(nbytes, 1))[:nbytes]
+        if platform.registers_host_memory and nbytes:
+            self._register(platform, budget)
+
+    def view(self, offset: int, nbytes: int) -> torch.Tensor:
+        """Bytes [offset, offset + nbytes) as a uint8 tensor that has a storage of its own, of just that size.
+
+        Tensors that share one storage make `save_pretrained` compute wrong shard sizes and `torch.save` write the
+        whole buffer.
+        """
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        if isinstance(self._memory, torch.Tensor):
+            source = self._memory.numpy()
+            return torch.frombuffer(source, dtype=torch.uint8, count=nbytes, offset=offset)
+        return torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes, offset=offset)
+
+    def unpin(self) -> None:
+        """Release the page lock; the last copy from here has to be over. The memory and its tensors stay."""
+        self.is_pinned = False
+        if self._unpin is not None:
+            self._unpin()
+
+    def _register(self, platform: Platform, budget: PinnedBudget) -> None:
+        if budget.refusal is not None or not budget.take(self.nbytes):
+            return
+        pointer = self.bytes.data_ptr()
+        try:
+            platform.register_host_memory(pointer, self.nbytes)
+        except (RuntimeError, torch.OutOfMemoryError) as error:
+            budget.give_back(self.nbytes)
+            budget.refusal = str(error).splitlines()[0]
+            return
+        except BaseException:
+            budget.give_back(self.nbytes)
+            raise
+        # The memory is an argument: it can't be unmapped before the finalizer has unregistered it.
+        self._unpin = weakref.finalize(self, _unregister, platform, pointer, self.nbytes, budget, self._memory)
+        self.is_pinned = True
+        with contextlib.suppress(OSError, AttributeError, ValueError):
+            self._memory.madvise(mmap.MADV_DONTFORK)  # type: ignore[union-attr]
+
+    def _take_from_allocator(self, budget: PinnedBudget) -> bool:
+        """Where memory can't be registered: torch's pinned allocator, whose rounding is charged to the budget."""
+        charged = _next_power_of_two(self.nbytes)
+        if self.nbytes == 0 or budget.refusal is not None or not budget.take(charged):
+            return False
+        try:
+            self.bytes = self._memory = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True)
+        except (RuntimeError, torch.OutOfMemoryError) as error:
+            budget.give_back(charged)
+            budget.refusal = str(error).splitlines()[0]
+            return False
+        except BaseException:
+            budget.give_back(charged)
+            raise
+        self._unpin = weakref.finalize(self, budget.give_back, charged)
+        self.is_pinned = True
+        return True
+
+
+def _unregister(platform: Platform, pointer: int, nbytes: int, budget: PinnedBudget, memory: mmap.mmap) -> None:
+    platform.unregister_host_memory(pointer)
+    budget.give_back(nbytes)
+    with contextlib.suppress(OSError, AttributeError, ValueError):
+        memory.madvise(mmap.MADV_DOFORK)

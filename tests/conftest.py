@@ -1,0 +1,19 @@
+"""Loads the simulated device's plugin and keeps the libraries' progress bars and notices out of the test output."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest_plugins = ["tests.simdevice.plugin"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quiet_libraries() -> None:
+    # Imported late: the plugin says first how these libraries behave in tests.
+    import diffusers.utils.logging
+    import transformers.utils.logging
+
+    diffusers.utils.logging.set_verbosity_error()
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
