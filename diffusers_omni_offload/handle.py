@@ -97,8 +97,9 @@ class OffloadHandle:
     def __repr__(self) -> str:
         state = "enabled" if self.is_enabled() else "disabled"
         return (
-            f"<OffloadHandle {state} on {str(self.backend.device)!r}: {self.loads} loads ({self.demand_loads} on demand), "
-            f"{format_bytes(self.bytes_moved)} moved, {format_bytes(self.device_bytes)} of slots, "
+            f"<OffloadHandle {state} on {str(self.backend.device)!r}: {self.loads} loads, "
+            f"{self.demand_loads} of them on demand, {format_bytes(self.bytes_moved)} moved, "
+            f"{format_bytes(self.device_bytes)} of slots, "
             f"{format_bytes(self.pinned_bytes)} pinned\n{self.plan}>"
         )
 

@@ -1,4 +1,4 @@
-"""The glue to diffusers: hooks in its registry, at the innermost place, and the `_hf_hook` that stock pipelines read."""
+"""The glue to diffusers: hooks at the innermost place of its registry, and the `_hf_hook` that pipelines read."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def _rebuild(value: Mapping[str, Any], items: dict[str, Any]) -> Any:
         return type(value)(**items)
 
 
-def install_innermost(module: nn.Module, hook: ModelHook, name: str) -> None:
+def install_innermost(module: nn.Module, hook: BlockHook | ComponentHook, name: str) -> None:
     """Register `hook` so that it runs inside every other hook of `module`, registered before or after.
 
     A cache's hook that answers without running the block then skips our hook with it, and the block's transfer.
@@ -164,7 +164,7 @@ def install_innermost(module: nn.Module, hook: ModelHook, name: str) -> None:
         inner = references[0]
         attribute = "original_forward" if inner.original_forward is not None else "forward"
         original = getattr(inner, attribute)
-        reference = HookFunctionReference()
+        reference: Any = HookFunctionReference()
         reference.pre_forward, reference.post_forward = hook.pre_forward, hook.post_forward
         reference.original_forward = original
         reference.forward = functools.update_wrapper(functools.partial(hook.new_forward, module), original)

@@ -144,10 +144,12 @@ class OffloadedPipeline:
         if device is not None:
             if torch.device(device) != torch.device("cpu") or self._execution_device.type == "cpu":
                 raise ValueError(
-                    f"This pipeline is offloaded and runs on {str(self._execution_device)!r} as it is; .to({str(device)!r}) "
-                    "would move every weight. Leave it out, or call disable_omni_offload() first."
+                    f"This pipeline is offloaded and runs on {str(self._execution_device)!r} as it is; "
+                    f".to({str(device)!r}) would move every weight. Leave it out, or call disable_omni_offload() first."
                 )
-            logger.warning("The pipeline is offloaded and stays so; disable_omni_offload() moves every weight to the CPU.")
+            logger.warning(
+                "The pipeline is offloaded and stays so; disable_omni_offload() moves every weight to the CPU."
+            )
         dtype = kwargs.get("dtype", others[0] if others else None)
         if dtype is None:
             return self
@@ -277,7 +279,7 @@ def _attach(pipe: Any, config: OffloadConfig, plan: ResolvedPlan, backend: Layer
         if id(module) not in backend.component_modules():
             backend.add_resident(path, module)
     vars(pipe)[_HANDLE] = handle
-    pipe.__class__ = _composed(type(pipe))
+    pipe.__class__ = _composed(type(pipe))  # type: ignore[arg-type]
     _handles(backend).add(handle)
     return handle
 
@@ -291,15 +293,16 @@ def _detach(pipe: Any) -> None:
 def _composed(cls: type) -> type:
     """`cls` with `OffloadedPipeline` before and its adapter behind it, under the same name, so that saving works."""
     adapter = adapter_for(cls)
-    bases = (OffloadedPipeline, cls) if adapter is None or issubclass(cls, adapter) else (OffloadedPipeline, cls, adapter)
+    declared_by_itself = adapter is None or issubclass(cls, adapter)
+    bases: tuple[Any, ...] = (OffloadedPipeline, cls) if declared_by_itself else (OffloadedPipeline, cls, adapter)
 
     @functools.wraps(cls.__call__)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         with _require_handle(self).call():
             return cls.__call__(self, *args, **kwargs)
 
-    namespace = {"__call__": __call__, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, bases, namespace)
+    copied = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(cls.__name__, bases, {"__call__": __call__, **copied})
 
 
 def _stock_class(cls: type) -> type:

@@ -53,6 +53,7 @@ class Platform:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.module = torch.get_device_module(device)
+        self._index = device.index
         self._is_capturing = getattr(self.module, "is_current_stream_capturing", None)
 
     def stream(self) -> Stream:
@@ -65,7 +66,7 @@ class Platform:
 
     def current_stream(self) -> Stream:
         """The stream that compute is issued to."""
-        return torch.accelerator.current_stream(self.device)
+        return torch.accelerator.current_stream(self._index)
 
     def is_capturing(self) -> bool:
         """Whether the current stream's work is being captured into a graph."""
@@ -275,5 +276,7 @@ def platform_for(device: torch.device) -> Platform:
 
 def is_supported(device: torch.device) -> bool:
     """Whether blocks can be streamed to this device: the CPU (for tests), or the process's accelerator, MPS aside."""
+    if device.type in ("cpu", "mps"):
+        return device.type == "cpu"
     accelerator = torch.accelerator.current_accelerator()
-    return device.type == "cpu" or (device.type != "mps" and accelerator is not None and device.type == accelerator.type)
+    return accelerator is not None and device.type == accelerator.type

@@ -170,7 +170,7 @@ def test_a_failing_compiler_is_quoted(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="could not build the simulated device:\nline 1: no such thing"):
         build_module.build()
     monkeypatch.setenv("CXX", str(tmp_path / "absent"))
-    with pytest.raises(RuntimeError, match="needs a C\\+\\+ compiler and .*absent' does not start"):
+    with pytest.raises(RuntimeError, match=r"needs a C\+\+ compiler and .*absent' does not start"):
         build_module.build()
 
 
@@ -192,7 +192,8 @@ def test_the_library_s_name_depends_on_every_source(tmp_path, monkeypatch):
 def test_two_processes_build_once(tmp_path):
     compiler = tmp_path / "slow-compiler"
     compiler.write_text(
-        '#!/bin/sh\necho run >> "$(dirname "$0")/runs"\nsleep 1\nwhile [ "$1" != -o ]; do shift; done\necho built > "$2"\n'
+        '#!/bin/sh\necho run >> "$(dirname "$0")/runs"\nsleep 1\n'
+        'while [ "$1" != -o ]; do shift; done\necho built > "$2"\n'
     )
     compiler.chmod(0o755)
     code = (
@@ -247,4 +248,6 @@ def test_the_plugin_fails_a_test_that_leaves_a_hazard(pytester, monkeypatch):
     )
     result = pytester.runpytest_subprocess("-p", "tests.simdevice.plugin", "-p", "no:cacheprovider")
     result.assert_outcomes(passed=5, errors=1)
-    result.stdout.fnmatch_lines(["*left hazards on the simulated device*", "*were freed while stream*", "ERROR*test_hazard*"])
+    result.stdout.fnmatch_lines(
+        ["*left hazards on the simulated device*", "*were freed while stream*", "ERROR*test_hazard*"]
+    )

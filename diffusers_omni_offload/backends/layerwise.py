@@ -152,9 +152,7 @@ class LayerwiseBackend(OffloadBackend):
             for block, path in zip(stack.blocks, stack.block_paths, strict=True):
                 undo.callback(hooks.remove_owned, block, hooks.BLOCK_HOOK)
                 full_path = f"{stack.component}.{path}"
-                hooks.install_innermost(
-                    block, hooks.BlockHook(full_path, number, self._runner.run), hooks.BLOCK_HOOK
-                )
+                hooks.install_innermost(block, hooks.BlockHook(full_path, number, self._runner.run), hooks.BLOCK_HOOK)
                 self._blocks.append((block, full_path))
                 number += 1
         for component in plan.components:
@@ -167,7 +165,9 @@ class LayerwiseBackend(OffloadBackend):
             for stack in sorted(plan.stacks, key=lambda stack: stack.kind != "dit"):
                 for index in stack.streamed:
                     path = f"{stack.component}.{stack.block_paths[index]}"
-                    packed[id(stack.blocks[index])] = self._add_master(self._block_master(stack.blocks[index], path), undo)
+                    packed[id(stack.blocks[index])] = self._add_master(
+                        self._block_master(stack.blocks[index], path), undo
+                    )
                     advance()
             if shared:
                 master = Master(lambda: shared, [], "shared leaves", self.platform, self.budget)
@@ -272,7 +272,8 @@ class LayerwiseBackend(OffloadBackend):
         if {id(leaf.tensor) for leaf in shared} != self._shared_ids:
             raise RuntimeError(
                 "Weights were tied or untied between blocks, or between a block and other modules, while offloaded: "
-                f"{', '.join(leaf.path for leaf in shared[:3]) or 'a tie is gone'}. Disable offload, then enable it again."
+                f"{', '.join(leaf.path for leaf in shared[:3]) or 'a tie is gone'}. "
+                "Call disable_omni_offload() and enable_omni_offload() again."
             )
         for master in stale:
             master.repack()
@@ -361,8 +362,8 @@ def _nothing() -> None: ...
 
 def _foreign_message(path: str, owner: str) -> str:
     return (
-        f"{path} is offloaded by omni offload, and {owner} was put on it since: two owners would move the same weights. "
-        "Remove the other one, or call disable_omni_offload() on the pipeline."
+        f"{path} is offloaded by omni offload, and {owner} was put on it since: two owners would move the same "
+        "weights. Remove the other one, or call disable_omni_offload() on the pipeline."
     )
 
 

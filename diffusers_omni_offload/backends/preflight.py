@@ -80,8 +80,8 @@ def require_ready(plan: ResolvedPlan, device: torch.device) -> None:
         owner = hooks.foreign_offload(list(component.module.modules()))
         if owner is not None:
             raise RuntimeError(
-                f"{component.path}'s weights are moved by {owner} already. Turn that off first: pipe.remove_all_hooks() "
-                "for accelerate's offload; for group offload, load the pipeline anew."
+                f"{component.path}'s weights are moved by {owner} already. Turn that off first: "
+                "pipe.remove_all_hooks() for accelerate's offload; for group offload, load the pipeline anew."
             )
         if getattr(component.module, "hf_device_map", None):
             raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Everything that lives on the device for good: resident blocks, non-block state, and components that aren't streamed."""
+"""What lives on the device for good: resident blocks, non-block state, and components that aren't streamed."""
 
 from __future__ import annotations
 

@@ -11,8 +11,16 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["T5_VOCABULARY", "build_pipeline", "randomize_constants", "t5_tokenizer", "to_video", "umt5_encoder"]
-__all__ += ["wan_transformer", "wan_vae"]
+__all__ = [
+    "T5_VOCABULARY",
+    "build_pipeline",
+    "randomize_constants",
+    "t5_tokenizer",
+    "to_video",
+    "umt5_encoder",
+    "wan_transformer",
+    "wan_vae",
+]
 
 # The tokenizer has 98 symbols; the embedding is padded to a round number as the real checkpoints do.
 T5_VOCABULARY = 128
@@ -69,13 +77,14 @@ def wan_vae() -> Any:
     from diffusers import AutoencoderKLWan
 
     torch.manual_seed(5)
-    return AutoencoderKLWan(
+    vae: Any = AutoencoderKLWan(
         base_dim=3,
         z_dim=16,
         dim_mult=[1, 1, 1, 1],
         num_res_blocks=1,
         temperal_downsample=[False, True, True],
-    ).eval()
+    )
+    return vae.eval()
 
 
 def wan_transformer(
@@ -89,7 +98,7 @@ def wan_transformer(
     from diffusers import WanTransformer3DModel
 
     torch.manual_seed(seed)
-    model = WanTransformer3DModel(
+    model: Any = WanTransformer3DModel(
         patch_size=(1, 2, 2),
         num_attention_heads=2,
         attention_head_dim=12,
@@ -122,7 +131,7 @@ def build_pipeline(
     """
     from diffusers import UniPCMultistepScheduler, WanPipeline
 
-    pipe = WanPipeline(
+    pipe: Any = WanPipeline(
         tokenizer=t5_tokenizer(),
         text_encoder=umt5_encoder(),
         vae=wan_vae(),

@@ -47,7 +47,7 @@ class Streamer:
         self._other_streams: list[Stream] = []
 
     def add_stack(self, masters: Iterable[Master | None]) -> list[int]:
-        """Give the blocks of a stack their numbers; None stands for a resident one, which is only noted in the order."""
+        """Number the blocks of a stack; None stands for a resident one, which is only noted in the order."""
         first = len(self.masters)
         self.masters += masters
         numbers = list(range(first, len(self.masters)))
@@ -99,7 +99,9 @@ class Streamer:
         self._bound.clear()
         self._copies.synchronize()
         for slot in self.slots.slots:
-            slot.users = 0
+            if slot.users:
+                self._mark_free(slot)
+                slot.users = 0
             for stream in self._other_streams:
                 slot.buffer.record_stream(stream)  # type: ignore[arg-type]
         self._other_streams.clear()
@@ -137,12 +139,13 @@ class Streamer:
         """Undo `enter` when the forward is over, or has failed."""
         if slot is None:
             return
-        slot.users -= 1
-        if slot.users == 0:
+        # Counted down last: a slot that an interrupt leaves in use is marked free by `settle`.
+        self._mark_free(slot)
+        if slot.users == 1:
             master = self._bound.pop(block, None)
             if master is not None:
                 master.unbind()
-        self._mark_free(slot)
+        slot.users -= 1
 
     def bind_apart(self, master: Master, slot: Slot) -> None:
         """Bind a master that is no block to a slot of its own, loading it unless the slot is tagged."""

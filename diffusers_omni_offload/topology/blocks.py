@@ -63,6 +63,7 @@ def collect_blocks(component: ResolvedComponent, containers: Iterable[str], find
         names.setdefault(id(module), name)
     blocks: dict[int, Block] = {}
     empty: list[str] = []
+    repeated = 0
     for container in containers:
         for path, block in _elements(component, container):
             # A container that is a property has no name among the modules; its blocks have. Saved weights use that
@@ -71,9 +72,11 @@ def collect_blocks(component: ResolvedComponent, containers: Iterable[str], find
             if module_nbytes(block) == 0:
                 empty.append(path)
             elif id(block) in blocks:
-                findings.note(f"{component.path}.{path} is declared more than once; it is streamed as one block.")
+                repeated += 1
             else:
                 blocks[id(block)] = (path, block)
+    if repeated:
+        findings.note(f"{component.path}: {repeated} blocks are declared more than once; each is streamed as one block.")
     if empty:
         findings.note(f"{component.path}: {', '.join(empty)} hold no weights, so there is nothing to stream for them.")
     return list(blocks.values())

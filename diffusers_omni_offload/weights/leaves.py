@@ -138,10 +138,10 @@ class Layout:
 def extent(tensor: torch.Tensor) -> tuple[torch.UntypedStorage, int, int]:
     """The storage of `tensor` and the bytes [start, stop) of it that the tensor reads."""
     size = tensor.element_size()
-    start = tensor.storage_offset() * size
+    start = int(tensor.storage_offset()) * size
     if tensor.numel() == 0:
         return tensor.untyped_storage(), start, start
-    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    last = int(sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)))
     return tensor.untyped_storage(), start, start + (last + 1) * size
 
 

@@ -105,6 +105,8 @@ class Master:
 
     def written_leaf(self, versions: Sequence[int]) -> str | None:
         """The path of the first leaf written to since `versions` were read."""
+        if versions == self.versions():
+            return None
         for tensor, before in zip(self._tracked, versions, strict=True):
             if tensor._version != before:
                 return self._paths[id(tensor)]
@@ -162,4 +164,3 @@ class Master:
         # An inference tensor takes only inference data, a normal one only normal data.
         with torch.inference_mode(tensor.is_inference()):
             return placement.view(source)
-

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import weakref
+from typing import Any
 
 import torch
 
@@ -121,7 +122,7 @@ class HostBuffer:
         return True
 
 
-def _unregister(platform: Platform, pointer: int, nbytes: int, budget: PinnedBudget, memory: mmap.mmap) -> None:
+def _unregister(platform: Platform, pointer: int, nbytes: int, budget: PinnedBudget, memory: Any) -> None:
     platform.unregister_host_memory(pointer)
     budget.give_back(nbytes)
     with contextlib.suppress(OSError, AttributeError, ValueError):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
 
 _identical = operator.is_
+_pointer, _stride = torch.Tensor.data_ptr, torch.Tensor.stride
 
 
 class Snapshot:
@@ -23,7 +25,7 @@ class Snapshot:
     """
 
     def __init__(self, modules: Iterable[nn.Module], tensors: Sequence[torch.Tensor]) -> None:
-        self._tables = [
+        self._tables: list[dict[str, Any]] = [
             table for module in modules for table in (module._modules, module._parameters, module._buffers)
         ]
         self._lengths = list(map(len, self._tables))
@@ -39,5 +41,12 @@ class Snapshot:
             and self._read() == self._state
         )
 
-    def _read(self) -> list[tuple[int, torch.dtype, torch.Size, tuple[int, ...]]]:
-        return [(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) for tensor in self._tensors]
+    def _read(self) -> tuple[list[Any], ...]:
+        # Four plain lists: a tuple for each tensor would cost a third more.
+        tensors = self._tensors
+        return (
+            list(map(_pointer, tensors)),
+            [tensor.dtype for tensor in tensors],
+            [tensor.shape for tensor in tensors],
+            list(map(_stride, tensors)),
+        )

@@ -7,8 +7,8 @@ import ctypes
 import torch
 
 from .build import build
+from .libraries import accept_device_in_safetensors, forget_remembered_accelerator
 from .module import make_device_module
-from .safetensors_path import accept_device_in_safetensors
 
 #: Every option with its value after `install()`. Rates are per second; -1 means "no limit".
 DEFAULTS: dict[str, float] = {
@@ -94,6 +94,7 @@ def install(name: str = "sim", **config: float | None) -> torch.device:
         torch._register_device_module(name, make_device_module(name, library))
         torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
         accept_device_in_safetensors(name)
+        forget_remembered_accelerator()
         _library = library
     configure(**config)
     return torch.device(name)
@@ -135,9 +136,13 @@ def stream_time(stream: torch.Stream) -> float:
 def reset_clock() -> None:
     """Finish all work, then count time and the counters from zero.
 
-    `pinned_current`, `pinned_peak`, `hazards` and `allocations` are not touched: compare two readings instead.
+    `pinned_current`, `hazards` and `allocations` stay (compare two readings), `pinned_peak` falls to `pinned_current`.
+
+    Raises:
+        RuntimeError: with `race=2`, a copy that was still to run met a hazard.
     """
-    _lib().sim_reset_clock()
+    if _lib().sim_reset_clock() != 0:
+        raise RuntimeError(hazards()[-1])
 
 
 def advance_host(seconds: float) -> None:
@@ -172,9 +177,7 @@ def host_register(tensor: torch.Tensor) -> None:
     """Page-lock a CPU tensor's whole storage in place, at its exact size."""
     _lib()
     storage = tensor.untyped_storage()
-    torch.get_device_module(torch.accelerator.current_accelerator()).host_register(
-        storage.data_ptr(), storage.nbytes()
-    )
+    torch.get_device_module(torch.accelerator.current_accelerator()).host_register(storage.data_ptr(), storage.nbytes())
 
 
 def host_unregister(tensor: torch.Tensor) -> None:

@@ -24,9 +24,9 @@ from .toy import ToyDiT, ToyPipeline, build_toy
 
 __all__ = [
     "BUILDERS",
+    "VARIANTS",
     "ToyDiT",
     "ToyPipeline",
-    "VARIANTS",
     "align_parameters",
     "build_cosmos3_omni",
     "build_flux2",

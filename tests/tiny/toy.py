@@ -103,9 +103,7 @@ class ToyDiT(ModelMixin, ConfigMixin):
             self.norm = nn.LayerNorm(width, dtype=real_dtype)
             self.proj_out = nn.Linear(width, in_channels, dtype=real_dtype)
 
-    def forward(
-        self, x: torch.Tensor, *, order: Iterable[int] | None = None, skip: Iterable[int] = ()
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *, order: Iterable[int] | None = None, skip: Iterable[int] = ()) -> torch.Tensor:
         """Run `[batch, tokens, in_channels]` through the blocks of `order` (all of them if None), less those of `skip`.
 
         `order` may repeat, permute and leave out blocks.
@@ -191,9 +189,7 @@ class ToyPipeline(DiffusionPipeline):
         vae: ToyVAE | None = None,
     ) -> None:
         super().__init__()
-        self.register_modules(
-            transformer=transformer, transformer_2=transformer_2, text_encoder=text_encoder, vae=vae
-        )
+        self.register_modules(transformer=transformer, transformer_2=transformer_2, text_encoder=text_encoder, vae=vae)
 
     @torch.no_grad()
     def __call__(

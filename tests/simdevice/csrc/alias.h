@@ -35,7 +35,8 @@ class Alias {
   Tensor cpu(const Tensor& tensor) {
     TORCH_CHECK(
         tensor.device().type() == kSim,
-        "Expected all tensors to be on the same device, but found at least two devices, sim and ", tensor.device(), "!");
+        "Expected all tensors to be on the same device, but found at least two devices, sim and ", tensor.device(),
+        "!");
     TORCH_CHECK(tensor.layout() == c10::kStrided, "simdevice: only strided tensors are supported");
     Tensor view = view_of(cpu_storage(tensor.storage()), tensor, DispatchKey::CPU);
     if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) view.unsafeGetTensorImpl()->set_wrapped_number(true);

@@ -90,9 +90,15 @@ int64_t sim_stream_ns(int device, int64_t stream_id) {
   return simdevice::state_of(stream_id == 0 ? device : static_cast<int>(stream_id)).time - machine().epoch;
 }
 
-void sim_reset_clock() {
+// Returns 0, or 1 if a copy that was still to run has met a hazard, which is the last one recorded.
+int sim_reset_clock() {
   Lock lock(machine().mutex);
-  simdevice::reset_clock();
+  try {
+    simdevice::reset_clock();
+    return 0;
+  } catch (const c10::Error&) {  // it must not fly through ctypes
+    return 1;
+  }
 }
 
 void sim_host_advance(double seconds) {

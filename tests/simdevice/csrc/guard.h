@@ -7,6 +7,8 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/version.h>
 
+#include <utility>
+
 #include "allocator.h"
 #include "generator.h"
 #include "pinned.h"
@@ -75,7 +77,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
 
   // ---- streams
-  Stream getStream(Device device) const override { return to_stream(current_stream_number[or_current(device.index())]); }
+  Stream getStream(Device device) const override {
+    return to_stream(current_stream_number[or_current(device.index())]);
+  }
   Stream getDefaultStream(Device device) const override { return to_stream(or_current(device.index())); }
   Stream getStreamFromGlobalPool(Device device, bool) const override { return getNewStream(device, 0); }
   Stream getNewStream(Device device, int) const override {

@@ -9,8 +9,8 @@ namespace simdevice {
 
 using at::Tensor;
 
-// A block keeps at most so many accesses; then the oldest quarter is forgotten. Covered and finished accesses go earlier,
-// so only a block with thousands of live, disjoint views gets here.
+// A block keeps at most so many accesses; then the oldest quarter is forgotten. Covered and finished accesses go
+// earlier, so only a block with thousands of live, disjoint views gets here.
 constexpr size_t kMaxAccesses = 4096;
 
 inline Block* block_of(const Tensor& tensor) {

@@ -19,6 +19,7 @@
 #include "copies.h"
 #include "fallback.h"
 #include "guard.h"
+#include "norm.h"
 #include "tensors.h"
 
 using namespace simdevice;
@@ -57,6 +58,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_scaled_dot_product_fused_attention_overrideable_backward", TORCH_FN(attention_backward));
   m.impl("convolution_overrideable", TORCH_FN(simdevice::convolution));
   m.impl("convolution_backward_overrideable", TORCH_FN(simdevice::convolution_backward));
+  m.impl("_fused_rms_norm_backward", TORCH_FN(rms_norm_backward));
   // These would decompose for an unknown backend; the CPU kernel gives the CPU's exact numbers.
   for (const char* name :
        {"native_layer_norm", "native_group_norm", "_fused_rms_norm", "native_layer_norm_backward",

@@ -1,7 +1,8 @@
 // All state of the simulated machine: streams, events, the modelled clock, hazards.
 //
-// Time is a discrete-event clock in integer nanoseconds. Order is kept in vector clocks: a stream has a position (`clock`)
-// that grows with every operation, and knows (`seen`) up to which position of every other stream it is ordered after.
+// Time is a discrete-event clock in integer nanoseconds. Order is kept in vector clocks: a stream has a position
+// (`clock`) that grows with every operation, and knows (`seen`) up to which position of every other stream it is
+// ordered after.
 #pragma once
 
 #include <ATen/core/Generator.h>

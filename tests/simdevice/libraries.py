@@ -1,8 +1,9 @@
-"""Lets safetensors load onto the simulated device.
+"""What `install()` does to other libraries, in this process alone, so that they see the simulated device.
 
 safetensors parses device names in compiled code and knows only those of real hardware, so `device="sim"` is refused
-before any tensor exists. For this process alone, `install()` therefore puts a thin class in front of `safe_open`: it
-opens the file for the CPU and moves what is read.
+before any tensor exists. A thin function in front of `safe_open` opens the file for the CPU and moves what is read.
+
+diffusers asks for the accelerator once and remembers the answer, which may be from before the device was there.
 """
 
 from __future__ import annotations
@@ -69,3 +70,13 @@ def accept_device_in_safetensors(name: str) -> None:
     for module in list(sys.modules.values()):
         if getattr(module, "__dict__", {}).get("safe_open") is original:
             module.safe_open = safe_open
+
+
+def forget_remembered_accelerator() -> None:
+    """Let diffusers, if it is imported already, look for the accelerator again."""
+    torch_utils = sys.modules.get("diffusers.utils.torch_utils")
+    holders = (torch_utils, getattr(torch_utils, "TorchDeviceBackend", None))
+    names = ("get_device", "_detect_device_type")
+    for remembered in (getattr(holder, name, None) for holder in holders for name in names):
+        if hasattr(remembered, "cache_clear"):
+            remembered.cache_clear()
