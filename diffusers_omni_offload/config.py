@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from diffusers_omni_offload.declarations import ENCODER_COMPONENT_TYPES, FrozenMapping
+from diffusers_omni_offload.declarations import ENCODER_COMPONENT_TYPES, FrozenMapping, a_type
 
 COMPONENTS = ("dit", *ENCODER_COMPONENT_TYPES)
 """The component selectors, in the order that a configuration keeps them."""
@@ -158,9 +158,7 @@ class OffloadConfig:
                 raise ValueError(f"The offload configuration has no {name!r}; give it, from {', '.join(choices)}.")
         pin_memory = mapping.get("pin_memory", True)
         if not isinstance(pin_memory, bool):
-            raise TypeError(
-                f"pin_memory is {pin_memory!r} (a {type(pin_memory).__name__}), but True or False is needed."
-            )
+            raise TypeError(f"pin_memory is {pin_memory!r} ({a_type(pin_memory)}), but True or False is needed.")
         return cls.from_options(
             mapping["mode"],
             components=mapping["components"],
@@ -242,8 +240,7 @@ def _parse_components(components: Any) -> tuple[str, ...]:
         )
     if isinstance(components, Mapping) or not isinstance(components, Collection):
         raise TypeError(
-            f"components is a {type(components).__name__}, but a list of names is needed; choose from "
-            f"{', '.join(COMPONENTS)}."
+            f"components is {a_type(components)}, but a list of names is needed; choose from {', '.join(COMPONENTS)}."
         )
     if not components:
         raise ValueError(f"components is empty; choose at least one of {', '.join(COMPONENTS)}.")
@@ -273,13 +270,11 @@ def _parse_layer_options(mode: str, components: tuple[str, ...], layer_options: 
 
 def _check_keys(name: str, mapping: Any, choices: Collection[str]) -> None:
     if not isinstance(mapping, Mapping):
-        raise TypeError(
-            f"{name} is a {type(mapping).__name__}, but a mapping is needed, with any of {', '.join(choices)}."
-        )
+        raise TypeError(f"{name} is {a_type(mapping)}, but a mapping is needed, with any of {', '.join(choices)}.")
     for key in mapping:
         if not isinstance(key, str):
             raise TypeError(
-                f"{name} has the key {key!r} (a {type(key).__name__}), but keys must be strings: {', '.join(choices)}."
+                f"{name} has the key {key!r} ({a_type(key)}), but keys must be strings: {', '.join(choices)}."
             )
     for key in mapping:
         if key not in choices:
@@ -290,9 +285,7 @@ def _check_keys(name: str, mapping: Any, choices: Collection[str]) -> None:
 
 def _choice(name: str, value: Any, choices: Collection[str]) -> str:
     if not isinstance(value, str):
-        raise TypeError(
-            f"{name} is {value!r} (a {type(value).__name__}), but a string is needed: {', '.join(choices)}."
-        )
+        raise TypeError(f"{name} is {value!r} ({a_type(value)}), but a string is needed: {', '.join(choices)}.")
     plain = value.value if isinstance(value, Enum) else value
     if plain not in choices:
         raise ValueError(
@@ -313,7 +306,7 @@ def _closest(value: str, choices: Collection[str]) -> str:
 
 def _integer(name: str, value: Any, *, minimum: int, maximum: int | None = None) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {value!r} (a {type(value).__name__}), but an int is needed.")
+        raise TypeError(f"{name} is {value!r} ({a_type(value)}), but an int is needed.")
     if value < minimum or (maximum is not None and value > maximum):
         allowed = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
         raise ValueError(f"{name} is {value}, but it must be {allowed}.")

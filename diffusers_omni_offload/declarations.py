@@ -17,6 +17,12 @@ ENCODER_COMPONENT_TYPES = ("text_encoder", "image_encoder")
 """The selectors that an encoder can answer to."""
 
 
+def a_type(value: Any) -> str:
+    """The class of `value` in words: "a list", "an int"."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+
+
 class FrozenMapping(Mapping[str, V]):
     """A read-only, hashable and picklable mapping (a `MappingProxyType` can't be pickled)."""
 
@@ -131,7 +137,7 @@ class OffloadPlan:
             for path, value in mapping.items():
                 if not isinstance(value, str):
                     raise TypeError(
-                        f"OffloadPlan.{name}[{path!r}] is a {type(value).__name__}, but one string is needed "
+                        f"OffloadPlan.{name}[{path!r}] is {a_type(value)}, but one string is needed "
                         f"({'a block container' if name == 'offload_submodules' else 'a component type'})."
                     )
                 if name == "offload_submodules":
@@ -149,7 +155,7 @@ def checked_paths(owner: str, value: Any) -> tuple[str, ...]:
     if isinstance(value, (str, bytes)):
         raise TypeError(f"{owner} is the string {value!r}, but a sequence of strings is needed; write [{value!r}].")
     if isinstance(value, Mapping) or not isinstance(value, Iterable):
-        raise TypeError(f"{owner} is a {type(value).__name__}, but a sequence of strings (dotted paths) is needed.")
+        raise TypeError(f"{owner} is {a_type(value)}, but a sequence of strings (dotted paths) is needed.")
     paths = tuple(value)
     for path in paths:
         _check_path(owner, path)
@@ -162,7 +168,7 @@ def _checked_paths(name: str, value: Any) -> tuple[str, ...]:
 
 def _check_path(owner: str, path: Any) -> None:
     if not isinstance(path, str):
-        raise TypeError(f"{owner} holds {path!r} (a {type(path).__name__}), but each path must be a string.")
+        raise TypeError(f"{owner} holds {path!r} ({a_type(path)}), but each path must be a string.")
     if not path or any(not part or part != part.strip() for part in re.split(r"[.|]", path)):
         raise ValueError(
             f"{owner} holds the path {path!r}; a path is attribute names joined by dots, such as 'pipe.transformer'."
@@ -171,7 +177,7 @@ def _check_path(owner: str, path: Any) -> None:
 
 def _checked_mapping(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        raise TypeError(f"OffloadPlan.{name} is a {type(value).__name__}, but a mapping from dotted paths is needed.")
+        raise TypeError(f"OffloadPlan.{name} is {a_type(value)}, but a mapping from dotted paths is needed.")
     for path in value:
         _check_path(f"OffloadPlan.{name}", path)
     return dict(value)

@@ -124,9 +124,9 @@ class OffloadHandle:
                     f"{path} is streamed and was replaced since offload was enabled. Call disable_omni_offload() and "
                     "enable_omni_offload() again, so that the new module's blocks are packed."
                 )
-            if now is not None and id(now) not in self.backend.component_modules():
+            if now is not None and now not in self.backend.components:
                 self.backend.add_resident(path, now)
-            if before is not None and id(before) in self.backend.component_modules():
+            if before is not None and before in self.backend.components:
                 self.backend.remove_resident(before)
             if now is not None:
                 self._modules[path] = now

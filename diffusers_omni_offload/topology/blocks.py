@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from diffusers_omni_offload.declarations import checked_paths
+from diffusers_omni_offload.declarations import a_type, checked_paths
 from diffusers_omni_offload.topology.findings import Findings
 from diffusers_omni_offload.topology.paths import MissingPathError, lookup
 from diffusers_omni_offload.topology.plan import BlockStack, ResolvedComponent, module_nbytes
@@ -76,14 +76,16 @@ def collect_blocks(component: ResolvedComponent, containers: Iterable[str], find
             else:
                 blocks[id(block)] = (path, block)
     if repeated:
-        findings.note(f"{component.path}: {repeated} blocks are declared more than once; each is streamed as one block.")
+        findings.note(
+            f"{component.path}: {repeated} blocks are declared more than once; each is streamed as one block."
+        )
     if empty:
         findings.note(f"{component.path}: {', '.join(empty)} hold no weights, so there is nothing to stream for them.")
     return list(blocks.values())
 
 
 def _elements(component: ResolvedComponent, container: str) -> Iterator[Block]:
-    owner = f"{component.path!r} (a {type(component.module).__name__})"
+    owner = f"{component.path!r} ({a_type(component.module)})"
     missing: list[MissingPathError] = []
     for name in container.split("|"):
         try:
@@ -113,8 +115,8 @@ def _flatten(owner: str, path: str, value: Any, depth: int = 0) -> Iterator[Bloc
         return
     else:
         raise ValueError(
-            f"The block container {path!r} of {owner} is a {type(value).__name__}; a ModuleList, a list, a "
-            "ModuleDict or a single module is needed."
+            f"The block container {path!r} of {owner} is {a_type(value)}; a ModuleList, a list, a ModuleDict or a "
+            "single module is needed."
         )
     # An element of a dict may be a list of blocks; an element of a list is a block, even if it is a Sequential.
     is_mapping = isinstance(value, (Mapping, nn.ModuleDict))
@@ -125,8 +127,7 @@ def _flatten(owner: str, path: str, value: Any, depth: int = 0) -> Iterator[Bloc
             yield f"{path}.{key}", entry
         elif entry is not None:
             raise ValueError(
-                f"The block container {path!r} of {owner} holds a {type(entry).__name__} at {key!r}, but blocks are "
-                "nn.Modules."
+                f"The block container {path!r} of {owner} holds {a_type(entry)} at {key!r}, but blocks are nn.Modules."
             )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from diffusers_omni_offload.declarations import OFFLOAD_PLAN_ATTRIBUTE, OffloadPlan, checked_paths
+from diffusers_omni_offload.declarations import OFFLOAD_PLAN_ATTRIBUTE, OffloadPlan, a_type, checked_paths
 from diffusers_omni_offload.topology.findings import Findings
 from diffusers_omni_offload.topology.paths import MissingPathError, lookup
 from diffusers_omni_offload.topology.plan import ComponentRole, ResolvedComponent
@@ -88,9 +88,9 @@ def discover(
                 findings.note(
                     f"{path!r} ({role}) is the same module as {earlier.path!r} ({earlier.role}) and is treated as that."
                 )
-    for path, module in iterate_modules(pipeline):
-        if id(module) not in components:
-            components[id(module)] = ResolvedComponent(path, module, "resident")
+    every_path = [path for paths in declared.values() for path in paths]
+    for path, module in [*iterate_modules(pipeline), *_iterate_holders(pipeline, every_path)]:
+        components.setdefault(id(module), ResolvedComponent(path, module, "resident"))
     return Discovery(plan, declared, tuple(absent), tuple(components.values()), source, is_scan)
 
 
@@ -119,6 +119,18 @@ def _iterate_modules(owner: Any, prefix: str, seen: set[int]) -> Iterator[tuple[
             yield from _iterate_modules(value, path + ".", seen)
     if isinstance(owner, nn.Module) and not prefix and _has_own_tensors(owner):
         yield "", owner
+
+
+def _iterate_holders(pipeline: Any, declared: list[str]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of the plain objects that declared paths lead through ("pipe" of "pipe.transformer")."""
+    prefixes = {path[:end] for path in declared for end, character in enumerate(path) if character == "."}
+    for prefix in sorted(prefixes):
+        try:
+            holder = lookup(pipeline, prefix)
+        except MissingPathError:
+            continue
+        if not isinstance(holder, (nn.Module, list, tuple, dict)):
+            yield from _iterate_modules(holder, prefix + ".", set())
 
 
 def _attributes(owner: Any) -> Iterator[tuple[str, Any]]:
@@ -152,7 +164,8 @@ def is_pipeline(value: Any) -> bool:
     classes."""
     if isinstance(value, (nn.Module, type)) or value is None:
         return False
-    return isinstance(getattr(type(value), "components", None), property) or hasattr(type(value), _DECLARATIONS["dit"])
+    declares = hasattr(type(value), _DECLARATIONS["dit"]) or _DECLARATIONS["dit"] in getattr(value, "__dict__", {})
+    return declares or isinstance(getattr(type(value), "components", None), property)
 
 
 def _has_own_tensors(module: nn.Module) -> bool:
@@ -174,7 +187,7 @@ def _read_plan(owner: Any, source: str) -> OffloadPlan:
     if plan is None:
         return OffloadPlan()
     if not isinstance(plan, OffloadPlan):
-        raise TypeError(f"{source}.{OFFLOAD_PLAN_ATTRIBUTE} is a {type(plan).__name__}, but an OffloadPlan is needed.")
+        raise TypeError(f"{source}.{OFFLOAD_PLAN_ATTRIBUTE} is {a_type(plan)}, but an OffloadPlan is needed.")
     return plan
 
 
@@ -203,9 +216,6 @@ def _declared_module(
     if module is None:
         return None
     if not isinstance(module, nn.Module):
-        report(
-            f"{source} declares {path!r} ({role}), which is a {type(module).__name__} and not an nn.Module; leave it "
-            "out."
-        )
+        report(f"{source} declares {path!r} ({role}), which is {a_type(module)} and not an nn.Module; leave it out.")
         return None
     return module

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from diffusers_omni_offload.declarations import a_type
+
 
 class MissingPathError(LookupError):
     """A step of a dotted path isn't there. `found` is how far the path goes, `missing` the step that isn't there."""
 
     def __init__(self, path: str, found: str, missing: str, owner: Any) -> None:
         self.path, self.found, self.missing, self.owner = path, found, missing, owner
-        where = f"{found!r} (a {type(owner).__name__})" if found else f"{type(owner).__name__}"
+        where = f"{found!r} ({a_type(owner)})" if found else f"{type(owner).__name__}"
         super().__init__(f"{where} has no {missing!r}")
 
 

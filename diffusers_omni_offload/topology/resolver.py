@@ -1,5 +1,4 @@
-"""The single entry point of the topology: a pipeline and a configuration become a plan, or a sentence that says why
-not."""
+"""The entry point of the topology: a pipeline and a configuration become a plan, or a sentence that says why not."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from diffusers_omni_offload.config import OffloadConfig, OffloadStrategy, WeightTransfer
-from diffusers_omni_offload.declarations import OffloadPlan
+from diffusers_omni_offload.declarations import OffloadPlan, a_type
 from diffusers_omni_offload.topology.blocks import (
     BLOCKS_ATTRIBUTE,
     Block,
@@ -216,7 +215,7 @@ class _Resolver:
                 containers = declared_containers(
                     encoder, self.plan.encoder_block_attrs.get(encoder.path, ()), self.findings
                 )
-                loaded.append((encoder, self._collect(encoder, containers) if containers else None))
+                loaded.append((encoder, self._blocks_in(encoder, containers) if containers else None))
             without = [encoder for encoder, blocks in loaded if blocks is None]
             if loaded and len(without) == len(loaded):
                 names = ", ".join(f"{encoder.path} ({type(encoder.module).__name__})" for encoder in without)
@@ -234,25 +233,24 @@ class _Resolver:
         containers = declared_containers(dit, planned, self.findings)
         if not containers:
             self.findings.problem(
-                f"{dit.path!r} (a {type(dit.module).__name__}) declares no blocks, so it can't be streamed. Name its "
-                f"block containers in block_attrs of the pipeline's offload plan, or in {BLOCKS_ATTRIBUTE} on its "
-                "class."
+                f"{dit.path!r} ({a_type(dit.module)}) declares no blocks, so it can't be streamed. Name its block "
+                f"containers in block_attrs of the pipeline's offload plan, or in {BLOCKS_ATTRIBUTE} on its class."
             )
             return []
-        blocks = self._collect(dit, containers)
-        if not blocks:
-            self.findings.problem(
-                f"The block containers {', '.join(containers)} of {dit.path!r} (a {type(dit.module).__name__}) hold "
-                "no blocks with weights, so it can't be streamed."
-            )
-        return blocks
+        return self._blocks_in(dit, containers)
 
-    def _collect(self, component: ResolvedComponent, containers: tuple[str, ...]) -> list[Block]:
+    def _blocks_in(self, component: ResolvedComponent, containers: tuple[str, ...]) -> list[Block]:
         try:
-            return collect_blocks(component, containers, self.findings)
+            blocks = collect_blocks(component, containers, self.findings)
         except ValueError as error:
             self.findings.problem(str(error))
             return []
+        if not blocks:
+            self.findings.problem(
+                f"The block containers {', '.join(containers)} of {component.path!r} ({a_type(component.module)}) hold "
+                "no blocks with weights, so it can't be streamed."
+            )
+        return blocks
 
     def _add_stack(self, component: ResolvedComponent, kind: StackKind, blocks: list[Block], wanted: int) -> None:
         count = len(blocks)
@@ -291,8 +289,8 @@ class _Resolver:
                 "them on the device."
             )
         return (
-            f"{component.path!r} (a {type(component.module).__name__}) has a single block with weights, and a single "
-            "block would never leave its slot, so nothing is gained by streaming it; leave it out of components."
+            f"{component.path!r} ({a_type(component.module)}) has a single block with weights, and a single block "
+            "would never leave its slot, so nothing is gained by streaming it; leave it out of components."
         )
 
     # Submodules of a DiT ----------------------------------------------------------------------------------------
@@ -348,20 +346,23 @@ class _Resolver:
             self.findings.warn_once(
                 "submodule",
                 type(child),
-                f"{path!r} (a {type(child).__name__}) holds {format_bytes(nbytes)} and isn't declared; its blocks "
-                f"are taken from {container!r}. Declare it in offload_submodules of the offload plan.",
+                f"{path!r} ({a_type(child)}) holds {format_bytes(nbytes)} and isn't declared; its blocks are taken "
+                f"from {container!r}. Declare it in offload_submodules of the offload plan.",
             )
             self._stack_submodule(dit, name, child, container)
 
     def _stack_submodule(self, dit: ResolvedComponent, name: str, module: nn.Module, container: str) -> None:
-        submodule = ResolvedComponent(f"{dit.path}.{name}", module, "dit")
-        blocks = self._collect(submodule, (container,))
+        known = next((component for component in self.components if component.module is module), None)
+        if known is not None and any(stack.component == known.path for stack in self.stacks):
+            return
+        submodule = known or ResolvedComponent(f"{dit.path}.{name}", module, "dit")
+        blocks = self._blocks_in(submodule, (container,))
         if len(blocks) < 2:
             self.findings.note(
                 f"{submodule.path!r} has {len(blocks)} blocks, too few to stream; it stays on the device."
             )
             return
-        if all(component.module is not module for component in self.components):
+        if known is None:
             self.components.append(submodule)
         self._add_stack(submodule, "dit", blocks, 0)
 
@@ -370,7 +371,7 @@ def _require_lifecycle(path: str, module: Any, why: str) -> None:
     missing = [name for name in _LIFECYCLE if not callable(getattr(module, name, None))]
     if missing:
         raise ValueError(
-            f"{path!r} (a {type(module).__name__}) has no {' and no '.join(missing)}, which it needs because {why}. "
-            f"Add {' and '.join(_LIFECYCLE)}, name its block container in offload_submodules, or declare it in "
+            f"{path!r} ({a_type(module)}) has no {' and no '.join(missing)}, which it needs because {why}. Add "
+            f"{' and '.join(_LIFECYCLE)}, name its block container in offload_submodules, or declare it in "
             "_resident_modules."
         )

@@ -95,6 +95,8 @@ def install(name: str = "sim", **config: float | None) -> torch.device:
         torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
         accept_device_in_safetensors(name)
         forget_remembered_accelerator()
+        # torch asks no device whether memory is pinned until its own pinned allocator was used once.
+        torch.empty(1, pin_memory=True)
         _library = library
     configure(**config)
     return torch.device(name)

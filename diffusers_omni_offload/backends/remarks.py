@@ -1,0 +1,59 @@
+"""What a user should know about an offloaded pipeline, each said once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from diffusers_omni_offload.backends.preflight import plain_tensor_attributes
+from diffusers_omni_offload.messages import logger
+from diffusers_omni_offload.streaming.streamer import Streamer
+from diffusers_omni_offload.topology.plan import ResolvedPlan, format_bytes
+from diffusers_omni_offload.weights.master import Master
+from diffusers_omni_offload.weights.pinning import PinnedBudget
+
+#: Below this share of waiting, faster transfers would not be felt.
+_NOTICEABLE_WAIT = 0.05
+
+
+def warn_of_plain_tensors(plan: ResolvedPlan) -> None:
+    """Name the tensors in streamed blocks that nothing moves."""
+    paths = plain_tensor_attributes(plan)
+    if paths:
+        more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
+        logger.warning(
+            "%s: plain tensor attributes, neither parameters nor buffers, stay where they are. "
+            "Register them as buffers if the block reads them on the device.",
+            ", ".join(paths[:5]) + more,
+        )
+
+
+def warn_of_pageable(masters: Sequence[Master], budget: PinnedBudget) -> None:
+    """Say how much could not be pinned, why, and what that costs."""
+    pageable = sum(master.nbytes for master in masters if not master.is_pinned)
+    if pageable:
+        logger.warning(
+            "%s of streamed weights are pinned, %s are pageable (host memory could not be pinned: %s). Pageable blocks "
+            "are copied at a fraction of the link's speed and don't overlap with the compute. `pin_memory=` takes a "
+            "budget in bytes, or False.",
+            format_bytes(sum(master.nbytes for master in masters if master.is_pinned)),
+            format_bytes(pageable),
+            budget.refusal or f"the budget is {format_bytes(budget.limit)}",
+        )
+
+
+def first_call_summary(masters: Sequence[Master], streamer: Streamer) -> str:
+    """One line: how much is pinned, how many loads came too late, and what limits the speed."""
+    streamed = sum(master.nbytes for master in masters)
+    pinned = sum(master.nbytes for master in masters if master.is_pinned)
+    waited = streamer.stalls.stop()
+    if not streamer.platform.is_asynchronous:
+        limit = "copies don't overlap on the CPU"
+    elif waited is None:
+        limit = "too few blocks ran to tell what limits the speed"
+    else:
+        bound = "transfer" if waited > _NOTICEABLE_WAIT else "compute"
+        limit = f"{bound}-bound (the compute waited for weights {waited:.0%} of the time)"
+    return (
+        f"{format_bytes(streamed)} streamed, {pinned / streamed if streamed else 0:.0%} of it pinned; "
+        f"{streamer.demand_loads} of {streamer.loads} loads on demand; {limit}."
+    )

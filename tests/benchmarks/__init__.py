@@ -1,0 +1,1 @@
+"""Benchmarks: modelled step times on the simulated device, and real times of this machine's CPU or accelerator."""

@@ -1,0 +1,82 @@
+"""`make bench`: modelled step times, and real times of this machine's CPU.
+
+python -m tests.benchmarks [modelled] [real]
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import diffusers.utils.logging
+import torch
+
+from tests import simdevice
+from tests.benchmarks import real, steps
+from tests.benchmarks.tables import format_table
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def modelled() -> Iterator[str]:
+    """The tables of step / ideal."""
+    header = [f"transfer/compute {ratio:g}" for ratio in steps.RATIOS]
+    for family, slot_counts in (("Wan-like", (2,)), ("SD3-like", (2,)), ("2:1", (2, 3)), ("Flux-like", (2, 3))):
+        bench = steps.Bench(family)
+        sizes = " and ".join(f"{nbytes / 1024:.0f} KiB" for nbytes in sorted(set(bench.block_bytes)))
+        for slots in slot_counts:
+            title = f"modelled step / ideal: {family}, 40 blocks of {sizes}, {slots} slots"
+            yield format_table(title, ["residents", *header], steps.family_table(bench, slots))
+        title = f"modelled step / ideal, side by side: {family}, no resident blocks"
+        yield format_table(title, ["offload", *header], steps.peer_table(bench))
+
+
+def measured() -> Iterator[str]:
+    """What this machine's CPU takes."""
+    calls = real.python_per_block(torch.device("sim", 0))
+    packing = real.packing()
+    parts = real.packing_profile()
+    audit = real.audit()
+    rows = [
+        ["Python per block call, ours", f"{calls.ours * 1e6:.1f} us"],
+        ["Python per block call, group offload with streams", f"{calls.other * 1e6:.1f} us"],
+        ["ours / group offload", f"{calls.ratio:.3f}"],
+        ["packing 1 GiB", f"{packing.ours:.3f} s"],
+        ["memcpy of it into freshly mapped memory", f"{packing.other:.3f} s"],
+        ["packing throughput / memcpy", f"{1 / packing.ratio:.2f}"],
+        *([f"  of 256 MiB: {name}", f"{milliseconds:.2f} ms"] for name, milliseconds in parts.items()),
+        [f"audit of {audit.leaves:,} leaves in {audit.modules} modules", f"{audit.seconds * 1e3:.2f} ms"],
+        ["audit of 1,000 leaves", f"{audit.ms_per_1000_leaves:.2f} ms"],
+    ]
+    yield format_table(f"real, CPU host only: 26 leaves a block, torch {torch.__version__}", ["what", "time"], rows)
+
+
+def main(wanted: list[str]) -> None:
+    """Print the tables and keep them in `results/`.
+
+    Raises:
+        SystemExit: a word in `wanted` names no table.
+    """
+    tables = {"modelled": modelled, "real": measured}
+    if not set(wanted) <= set(tables):
+        raise SystemExit(f"Tables are {', '.join(tables)}; got {' '.join(wanted)}.")
+    torch.set_num_threads(1)
+    diffusers.utils.logging.disable_progress_bar()
+    logging.getLogger("diffusers_omni_offload").setLevel(logging.WARNING)
+    simdevice.install()
+    RESULTS.mkdir(exist_ok=True)
+    for name, make in tables.items():
+        if wanted and name not in wanted:
+            continue
+        simdevice.restore_defaults()
+        texts = []
+        for text in make():
+            print(text, flush=True)
+            texts.append(text)
+        (RESULTS / f"{name}.txt").write_text("\n".join(texts))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,229 @@
+"""Real times of this machine's CPU: Python per block call, packing, audit. Ratios come from rounds side by side."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from diffusers.hooks import apply_group_offloading
+from torch import nn
+
+import diffusers_omni_offload
+from diffusers_omni_offload.platform import CpuPlatform
+from diffusers_omni_offload.weights.leaves import find_leaves
+from diffusers_omni_offload.weights.master import Master
+from diffusers_omni_offload.weights.pinning import PinnedBudget
+from tests import simdevice
+from tests.benchmarks.stacks import StackPipeline, WanLikeBlock, build
+
+#: Leaves of the block whose call is timed.
+LEAVES = 26
+
+
+@dataclass(frozen=True)
+class SideBySide:
+    """Times of two ways to do the same, in seconds, each the best of several interleaved rounds."""
+
+    ours: float
+    other: float
+    rounds: tuple[tuple[float, float], ...]
+
+    @property
+    def ratio(self) -> float:
+        """Ours by the other's."""
+        return self.ours / self.other
+
+
+def alternate(ours: Callable[[], float], other: Callable[[], float], rounds: int) -> SideBySide:
+    """Run both in turn: a slow moment of the machine meets both."""
+    pairs = tuple((ours(), other()) for _ in range(rounds))
+    return SideBySide(min(a for a, _ in pairs), min(b for _, b in pairs), pairs)
+
+
+# ---------------------------------------------------------------------- Python per block call
+
+
+class TrivialBlock(WanLikeBlock):
+    """A block of 26 leaves whose forward does nothing, so that a call takes what its hooks take."""
+
+    def forward(self, hidden_states: torch.Tensor, context: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return hidden_states, context
+
+
+def trivial_pipeline(num_blocks: int, width: int = 8) -> StackPipeline:
+    """A pipeline of `TrivialBlock`s, narrow, so that no time goes into moving bytes."""
+    pipe = build("Wan-like", num_blocks, width=width)
+    pipe.transformer.transformer_blocks = nn.ModuleList(TrivialBlock(width) for _ in range(num_blocks)).eval()
+    assert all(len(find_leaves(block, "")) == LEAVES for block in pipe.transformer.blocks())
+    return pipe
+
+
+def python_per_block(device: torch.device, num_blocks: int = 12, rounds: int = 7) -> SideBySide:
+    """CPU time of a block call: ours against diffusers' group offload with streams.
+
+    Both issue their copies, events and waits to the device. On the simulated one its own cost is in both figures.
+    """
+    if device.type == "sim":
+        simdevice.configure(race=0, verify_source=0, defer=0)
+    ours = trivial_pipeline(num_blocks)
+    handle = diffusers_omni_offload.enable_omni_offload(ours, "layer", device=device)
+    theirs = trivial_pipeline(num_blocks)
+    apply_group_offloading(
+        theirs.transformer,
+        onload_device=device,
+        offload_device=torch.device("cpu"),
+        offload_type="block_level",
+        num_blocks_per_group=1,
+        use_stream=True,
+        record_stream=True,
+    )
+    try:
+        with torch.no_grad(), handle.call():
+            return alternate(_block_timer(ours, device), _block_timer(theirs, device), rounds)
+    finally:
+        handle.disable()
+
+
+def _block_timer(pipe: StackPipeline, device: torch.device) -> Callable[[], float]:
+    x, context = pipe.inputs(8, device)
+    transformer, count = pipe.transformer, len(pipe.transformer.blocks())
+
+    def timed() -> float:
+        transformer(x, context)
+        # Of this thread alone: what else runs on the machine doesn't count.
+        begin = time.thread_time()
+        for _ in range(5):
+            transformer(x, context)
+        seconds = time.thread_time() - begin
+        torch.accelerator.synchronize()
+        return seconds / (5 * count)
+
+    return timed
+
+
+# ---------------------------------------------------------------------- packing
+
+
+def packing(total_bytes: int = 1 << 30, blocks: int = 8, rounds: int = 3) -> SideBySide:
+    """Seconds to pack blocks of `total_bytes` in all, against a memcpy of as many into freshly mapped memory.
+
+    Each block is packed and then copied once, so that both meet the same moments of the machine.
+    """
+    width = _width_for(total_bytes // blocks)
+    pairs = []
+    for _ in range(rounds):
+        packed, copied = [], []
+        for index in range(blocks):
+            ours, other = _pack_and_copy(width, index)
+            packed.append(ours)
+            copied.append(other)
+        pairs.append((sum(packed), sum(copied)))
+    best = min(pairs, key=lambda pair: pair[0] / pair[1])
+    return SideBySide(*best, tuple(pairs))
+
+
+def _width_for(nbytes: int) -> int:
+    """The width at which a `WanLikeBlock` has about `nbytes`: 16 weights of width x width, as float32."""
+    return int((nbytes / 4 / 16) ** 0.5) // 64 * 64
+
+
+def _pack_and_copy(width: int, index: int) -> tuple[float, float]:
+    with torch.device("meta"):
+        block = WanLikeBlock(width)
+    block.to_empty(device="cpu")
+    for leaf in find_leaves(block, ""):
+        leaf.tensor.data.fill_(index + 1.0)
+    gc.collect()
+    platform, budget = CpuPlatform(torch.device("cpu")), PinnedBudget(False)
+
+    def pack() -> tuple[float, Master]:
+        begin = time.perf_counter()
+        master = Master(lambda: find_leaves(block, "block"), list(block.modules()), "block", platform, budget)
+        return time.perf_counter() - begin, master
+
+    def copy(source: torch.Tensor) -> float:
+        begin = time.perf_counter()
+        memory = mmap.mmap(-1, source.numel())
+        torch.frombuffer(memory, dtype=torch.uint8).copy_(source)
+        return time.perf_counter() - begin
+
+    # The packing comes second in every other block, and so isn't always the one with the warmer source.
+    if index % 2:
+        source = torch.full((sum(leaf.tensor.nbytes for leaf in find_leaves(block, "")),), 1, dtype=torch.uint8)
+        seconds = copy(source)
+        return pack()[0], seconds
+    ours, master = pack()
+    return ours, copy(master.host)
+
+
+def packing_profile(total_bytes: int = 1 << 28) -> dict[str, float]:
+    """Milliseconds of the parts of packing one block of `total_bytes`."""
+    from diffusers_omni_offload.weights.leaves import Layout
+    from diffusers_omni_offload.weights.pinning import HostBuffer
+
+    width = _width_for(total_bytes)
+    with torch.device("meta"):
+        block = WanLikeBlock(width)
+    block.to_empty(device="cpu")
+    for leaf in find_leaves(block, ""):
+        leaf.tensor.data.fill_(1.0)
+    marks = [("", time.perf_counter())]
+
+    def mark(name: str) -> None:
+        marks.append((name, time.perf_counter()))
+
+    leaves = find_leaves(block, "")
+    mark("find the leaves")
+    layout = Layout([leaf.tensor for leaf in leaves])
+    mark("lay them out")
+    buffer = HostBuffer(layout.nbytes, CpuPlatform(torch.device("cpu")), PinnedBudget(False))
+    mark("map the buffer")
+    layout.copy_to(buffer.bytes)
+    mark("copy")
+    return {name: 1e3 * (now - before) for (_, before), (name, now) in zip(marks, marks[1:], strict=False)}
+
+
+# ---------------------------------------------------------------------- audit
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What one audit takes."""
+
+    seconds: float
+    leaves: int
+    modules: int
+
+    @property
+    def ms_per_1000_leaves(self) -> float:
+        """Milliseconds for 1,000 leaves."""
+        return 1e3 * self.seconds / self.leaves * 1000
+
+
+def audit(num_blocks: int = 40, rounds: int = 30, enough: float = 0.0, patience: float = 10.0) -> Audit:
+    """The CPU time of the best of several audits, as at the start of a call, of blocks with 26 leaves each.
+
+    Args:
+        num_blocks: blocks of the stack.
+        rounds: audits at least.
+        enough: go on, for `patience` seconds at most, until one took at most so many ms for 1,000 leaves.
+        patience: see `enough`.
+    """
+    pipe = build("Wan-like", num_blocks, width=8)
+    handle = diffusers_omni_offload.enable_omni_offload(pipe, "layer", device="cpu")
+    backend = handle.backend
+    blocks = pipe.transformer.blocks()
+    leaves = sum(len(find_leaves(block, "")) for block in blocks)
+    modules = sum(1 for block in blocks for _ in block.modules())
+    best, done, deadline = Audit(float("inf"), leaves, modules), 0, time.monotonic() + patience
+    while done < rounds or (best.ms_per_1000_leaves > enough > 0 and time.monotonic() < deadline):
+        begin = time.thread_time()
+        backend.audit()
+        best = min(best, Audit(time.thread_time() - begin, leaves, modules), key=lambda one: one.seconds)
+        done += 1
+    handle.disable()
+    return best

@@ -1,0 +1,113 @@
+"""The benchmark scripts: the stacks are what they say, the ideal is right, and the scripts run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from diffusers_omni_offload.weights.leaves import find_leaves
+from tests.benchmarks import __main__ as tables
+from tests.benchmarks import gpu_check, real, stacks, steps
+from tests.benchmarks.tables import format_table
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize("family", stacks.FAMILIES)
+def test_every_block_of_a_stack_matters(family: str) -> None:
+    pipe = stacks.build(family, 6, width=16)
+    baseline = pipe(1)
+    assert baseline.isfinite().all() and len(pipe.transformer.blocks()) == 6
+    for block in pipe.transformer.blocks():
+        before = [parameter.detach().clone() for parameter in block.parameters()]
+        for parameter in block.parameters():
+            parameter.data.mul_(1.5)
+        assert not torch.equal(pipe(1), baseline)
+        for parameter, value in zip(block.parameters(), before, strict=True):
+            parameter.data.copy_(value)
+    assert torch.equal(pipe(1), baseline)
+
+
+def test_the_stacks_have_the_sizes_they_are_named_for() -> None:
+    sizes = {
+        family: [stacks.block_nbytes(block) for block in stacks.build(family, 6, width=64).transformer.blocks()]
+        for family in stacks.FAMILIES
+    }
+    assert len(set(sizes["Wan-like"])) == len(set(sizes["SD3-like"])) == 1
+    assert sizes["2:1"] == [sizes["2:1"][0]] * 2 + [sizes["2:1"][0] // 2] * 4
+    assert sizes["Flux-like"][0] == pytest.approx(2 * sizes["Flux-like"][-1], rel=0.01)
+    assert len(find_leaves(stacks.build("Wan-like", 1).transformer.blocks()[0], "")) == real.LEAVES
+
+
+def test_the_ideal_comes_from_rates_and_bytes(sim: ModuleType) -> None:
+    bench = steps.Bench("Wan-like", num_blocks=4, width=16)
+    for ratio in (0.5, 4.0):
+        bench.set_ratio(ratio)
+        assert bench.ideal() == pytest.approx(max(1, ratio) * bench.compute)
+    assert bench.ideal([0]) == pytest.approx(bench.compute)
+    operations = sum(2 * 8 * p.numel() for p in bench._pipe().transformer.parameters() if p.dim() == 2)
+    assert bench.compute == pytest.approx(operations / steps.FLOPS_PER_S, rel=0.25)  # the rest: attention and norms
+
+
+def test_a_step_of_the_bench_moves_what_the_ideal_counts(sim: ModuleType) -> None:
+    bench = steps.Bench("2:1", num_blocks=6, width=16)
+    bench.set_ratio(1)
+    sim.configure(trace=1)
+    sim.reset_clock()
+    bench.ours(residents=0.5)
+    copies = [row for row in sim.trace() if row[0] == "copy_h2d"]
+    streamed = 3
+    assert len(copies) >= streamed * (steps.WARM + steps.MEASURED)
+
+
+def test_tables_line_up() -> None:
+    text = format_table("title", ["a", "bb"], [["long name", "1"], ["x", "22.0"]])
+    assert text.splitlines() == ["title", "a            bb", "---------  ----", "long name     1", "x          22.0"]
+
+
+def test_the_tables_run(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "RATIOS", (1.0,))
+    monkeypatch.setattr(steps, "RESIDENT_SHARES", (0.0, 0.5))
+    monkeypatch.setattr(steps.Bench.__init__, "__defaults__", (6, 16))
+    text = "\n".join(tables.modelled())
+    assert text.count("modelled step / ideal") == 10 and "group offload" in text and "leading" in text
+
+
+@pytest.mark.slow
+@pytest.mark.timing
+def test_the_measured_table_runs(sim: ModuleType) -> None:
+    text = "\n".join(tables.measured())
+    assert text.startswith("real, CPU host only") and "audit of 1,000 leaves" in text
+
+
+def test_an_unknown_table_is_refused() -> None:
+    with pytest.raises(SystemExit, match="modelled, real"):
+        tables.main(["reel"])
+
+
+def test_gpu_check_runs_on_the_simulated_device(sim: ModuleType, tmp_path: Path) -> None:
+    sim.configure(flops_per_s=2e9)
+    size = gpu_check.Size(num_blocks=8, width=64, dtype=torch.float32, tokens=(4, 64), forwards=2, residents=4)
+    report = gpu_check.check(torch.device("sim", 0), size)
+    assert [run["equal"] for run in report["runs"]] == [True] * 4
+    assert all(0.99 <= run["step_by_ideal"] <= 1.1 for run in report["runs"]), report["runs"]
+    assert 1 <= report["pinned_by_weights"] <= 1.01 and report["python_us_per_block"] > 0
+    path = gpu_check.write(report, tmp_path)
+    text = path.read_text()
+    assert "modelled step" in text and gpu_check.SIMULATED in text and "NO" not in text
+    assert json.loads(path.with_suffix(".json").read_text())["modelled"] is True
+
+
+@pytest.mark.processes
+def test_gpu_check_says_that_there_is_no_accelerator() -> None:
+    if torch.cuda.is_available() or torch.xpu.is_available():
+        pytest.skip("there is one here")
+    command = [sys.executable, "-m", "tests.benchmarks.gpu_check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.strip() == "no accelerator here"
