@@ -15,8 +15,8 @@ from diffusers.modular_pipelines import ModularPipeline
 from diffusers_omni_offload.backends import OffloadBackend, get_offload_backend
 from diffusers_omni_offload.config import LayerOptions, OffloadConfig, OffloadStrategy, WeightTransfer
 from diffusers_omni_offload.declarations import OffloadPlan, SupportsComponentDiscovery, SupportsModelCpuOffload
-from diffusers_omni_offload.handle import OffloadHandle
-from diffusers_omni_offload.pipeline import disable_omni_offload, enable_from_config, enable_omni_offload, omni_offload
+from diffusers_omni_offload.handle import OffloadHandle, omni_offload
+from diffusers_omni_offload.pipeline import disable_omni_offload, enable_from_config, enable_omni_offload
 from diffusers_omni_offload.registry import adapter_for, register_adapter, registered_pipelines
 from diffusers_omni_offload.topology.plan import BlockStack, ResolvedComponent, ResolvedPlan
 from diffusers_omni_offload.topology.resolver import resolve_offload_plan

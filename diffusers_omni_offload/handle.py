@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
@@ -13,6 +13,14 @@ from diffusers_omni_offload.backends.layerwise import LayerwiseBackend
 from diffusers_omni_offload.config import OffloadConfig
 from diffusers_omni_offload.topology.discovery import iterate_modules
 from diffusers_omni_offload.topology.plan import ResolvedPlan, format_bytes
+
+#: Where a pipeline keeps its handle.
+HANDLE_ATTRIBUTE = "_omni_offload_handle"
+
+
+def omni_offload(pipe: Any) -> OffloadHandle | None:
+    """The handle of an offloaded pipeline, or None."""
+    return vars(pipe).get(HANDLE_ATTRIBUTE)
 
 
 class OffloadHandle:
@@ -25,26 +33,32 @@ class OffloadHandle:
         plan: the resolved plan.
     """
 
-    def __init__(self, pipeline: Any, config: OffloadConfig, plan: ResolvedPlan, backend: LayerwiseBackend) -> None:
+    def __init__(
+        self,
+        pipeline: Any,
+        config: OffloadConfig,
+        plan: ResolvedPlan,
+        backend: LayerwiseBackend,
+        disable: Callable[[Any], None],
+    ) -> None:
         self.config = config
         self.plan = plan
         self.backend = backend
         self._pipeline = weakref.ref(pipeline)
+        self._disable = disable
         self._modules = dict(iterate_modules(pipeline))
         self._streamed = {stack.component for stack in plan.stacks}
 
     def is_enabled(self) -> bool:
         """Whether the pipeline is offloaded through this handle."""
         pipeline = self._pipeline()
-        return pipeline is not None and vars(pipeline).get("_omni_offload_handle") is self
+        return pipeline is not None and omni_offload(pipeline) is self
 
     def disable(self) -> None:
         """Turn offload off for this pipeline; see `disable_omni_offload`."""
-        from diffusers_omni_offload.pipeline import disable_omni_offload
-
         pipeline = self._pipeline()
         if pipeline is not None and self.is_enabled():
-            disable_omni_offload(pipeline)
+            self._disable(pipeline)
 
     def refresh(self) -> None:
         """Make weights count that were edited while a call runs, from a step callback for example.
@@ -103,9 +117,9 @@ class OffloadHandle:
             f"{format_bytes(self.pinned_bytes)} pinned\n{self.plan}>"
         )
 
-    def modules(self) -> list[nn.Module]:
-        """The components of the pipeline that this handle looks after."""
-        return list(self._modules.values())
+    def modules(self) -> dict[str, nn.Module]:
+        """The components of the pipeline that this handle looks after, by path."""
+        return dict(self._modules)
 
     def _require_enabled(self) -> None:
         if not self.is_enabled():
@@ -125,7 +139,9 @@ class OffloadHandle:
                     "enable_omni_offload() again, so that the new module's blocks are packed."
                 )
             if now is not None and now not in self.backend.components:
-                self.backend.add_resident(path, now)
+                with ExitStack() as undo:
+                    self.backend.add_resident(path, now, undo)
+                    undo.pop_all()
             if before is not None and before in self.backend.components:
                 self.backend.remove_resident(before)
             if now is not None:

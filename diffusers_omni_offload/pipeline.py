@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,16 +13,14 @@ from torch import nn
 from diffusers_omni_offload import hooks
 from diffusers_omni_offload.backends import LayerwiseBackend, get_offload_backend
 from diffusers_omni_offload.backends.preflight import DeviceNeed, device_need, require_memory
+from diffusers_omni_offload.composition import composed_class, stock_class
 from diffusers_omni_offload.config import OffloadConfig
-from diffusers_omni_offload.handle import OffloadHandle
-from diffusers_omni_offload.messages import logger
+from diffusers_omni_offload.handle import HANDLE_ATTRIBUTE, OffloadHandle, omni_offload
 from diffusers_omni_offload.platform import platform_for, resolve_device
 from diffusers_omni_offload.registry import adapter_for
 from diffusers_omni_offload.topology.discovery import iterate_modules
 from diffusers_omni_offload.topology.plan import ResolvedPlan, format_bytes
 from diffusers_omni_offload.topology.resolver import resolve_offload_plan
-
-_HANDLE = "_omni_offload_handle"
 
 
 def enable_omni_offload(
@@ -81,11 +79,16 @@ def enable_from_config(
         return handle
     if handle is not None and handle.backend.scope.is_open:
         raise RuntimeError("Offload can't be changed while a call of this pipeline is running.")
+    if getattr(pipe, "hf_device_map", None):
+        raise RuntimeError(
+            "This pipeline was loaded with a device_map, which places its components for good. "
+            "Call pipe.reset_device_map() first, or load it without device_map."
+        )
     plan = _resolve(pipe, config)
     shared = _backend_of_sibling(pipe, handle)
     if shared is not None:
         _require_same(shared, config, where, plan)
-        return _attach(pipe, config, plan, shared)
+        return _join(pipe, config, plan, shared)
     if handle is None:
         _require_memory(pipe, config, plan, where, spare=0)
         return _enable(pipe, config, plan, where)
@@ -110,95 +113,17 @@ def disable_omni_offload(pipe: Any) -> None:
     if not others:
         handle.backend.disable()
         return
-    needed = {id(module) for other in others for module in other.modules()}
-    for module in handle.modules():
+    needed = {id(module) for other in others for module in other.modules().values()}
+    for module in handle.modules().values():
         if id(module) not in needed and module in handle.backend.components:
             handle.backend.remove_resident(module)
-
-
-def omni_offload(pipe: Any) -> OffloadHandle | None:
-    """The handle of an offloaded pipeline, or None."""
-    return vars(pipe).get(_HANDLE)
-
-
-class OffloadedPipeline:
-    """What an offloaded pipeline's class is composed with: a call scope, the execution device, and refusals."""
-
-    @property
-    def _execution_device(self) -> torch.device:
-        return _require_handle(self).backend.device
-
-    @property
-    def device(self) -> torch.device:
-        """The execution device: inputs and generators belong there, whatever the weights are."""
-        return _require_handle(self).backend.device
-
-    def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Casts pass; the pipeline itself isn't moved while it is offloaded."""
-        device = kwargs.get("device")
-        others = [value for value in args if isinstance(value, torch.dtype)]
-        for value in args:
-            if value is not None and not isinstance(value, torch.dtype):
-                device = value
-        if device is not None:
-            if torch.device(device) != torch.device("cpu") or self._execution_device.type == "cpu":
-                raise ValueError(
-                    f"This pipeline is offloaded and runs on {str(self._execution_device)!r} as it is; "
-                    f".to({str(device)!r}) would move every weight. Leave it out, or call disable_omni_offload() first."
-                )
-            logger.warning(
-                "The pipeline is offloaded and stays so; disable_omni_offload() moves every weight to the CPU."
-            )
-        dtype = kwargs.get("dtype", others[0] if others else None)
-        if dtype is None:
-            return self
-        return super().to(dtype=dtype)  # type: ignore[misc]
-
-    def enable_model_cpu_offload(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused while offloaded."""
-        _refuse("enable_model_cpu_offload()")
-
-    def enable_sequential_cpu_offload(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused while offloaded."""
-        _refuse("enable_sequential_cpu_offload()")
-
-    def enable_group_offload(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused while offloaded."""
-        _refuse("enable_group_offload()")
-
-    def remove_all_hooks(self) -> NoReturn:
-        """Refused while offloaded."""
-        _refuse("remove_all_hooks()")
-
-    def reset_device_map(self) -> NoReturn:
-        """Refused while offloaded."""
-        _refuse("reset_device_map()")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        _refuse("A deep copy", "Use from_pipe() for another pipeline with the same components")
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        _refuse("Pickling", "Use save_pretrained(), which works as it is")
-
-
-def _refuse(what: str, instead: str = "") -> NoReturn:
-    raise RuntimeError(
-        f"{what} isn't possible while the pipeline is offloaded by omni offload, which owns its weights. "
-        f"{instead + ', or call' if instead else 'Call'} disable_omni_offload() first."
-    )
-
-
-def _require_handle(pipe: Any) -> OffloadHandle:
-    handle = omni_offload(pipe)
-    assert handle is not None
-    return handle
 
 
 # ---------------------------------------------------------------------- enabling
 
 
 def _resolve(pipe: Any, config: OffloadConfig) -> ResolvedPlan:
-    cls = _stock_class(type(pipe))
+    cls = stock_class(type(pipe))
     plan = resolve_offload_plan(pipe, config, declarations=adapter_for(cls))
     if plan.skip_reason is not None:
         raise ValueError(f"Nothing of this {cls.__name__} can be streamed: {plan.skip_reason}")
@@ -215,12 +140,20 @@ def _enable(pipe: Any, config: OffloadConfig, plan: ResolvedPlan, device: torch.
     backend = get_offload_backend(config, device)
     if not isinstance(backend, LayerwiseBackend):
         raise ValueError(f"The configuration selects no strategy that can run on {str(device)!r}.")
-    backend.enable(pipe, plan)
-    try:
-        return _attach(pipe, config, plan, backend)
-    except BaseException:
-        backend.disable()
-        raise
+    backend.enable(pipe, plan, lambda undo: _attach(pipe, config, plan, backend, undo))
+    handle = omni_offload(pipe)
+    assert handle is not None
+    return handle
+
+
+def _join(pipe: Any, config: OffloadConfig, plan: ResolvedPlan, backend: LayerwiseBackend) -> OffloadHandle:
+    """Let the pipeline use the backend of another one that shares its components."""
+    with ExitStack() as undo:
+        _attach(pipe, config, plan, backend, undo)
+        undo.pop_all()
+    handle = omni_offload(pipe)
+    assert handle is not None
+    return handle
 
 
 def _reconfigure(
@@ -262,43 +195,22 @@ def _what_fits(pipe: Any, config: OffloadConfig, device: torch.device, available
     return f"Even with its encoders streamed it needs {format_bytes(smallest.total)}: free some of the device's memory."
 
 
-# ---------------------------------------------------------------------- the composed class
-
-
-def _attach(pipe: Any, config: OffloadConfig, plan: ResolvedPlan, backend: LayerwiseBackend) -> OffloadHandle:
-    handle = OffloadHandle(pipe, config, plan, backend)
-    for path, module in handle._modules.items():
+def _attach(pipe: Any, config: OffloadConfig, plan: ResolvedPlan, backend: LayerwiseBackend, undo: ExitStack) -> None:
+    """Give the pipeline its handle and its composed class; `undo` gets the way back first."""
+    composed = composed_class(type(pipe))
+    handle = OffloadHandle(pipe, config, plan, backend, disable_omni_offload)
+    for path, module in handle.modules().items():
         if module not in backend.components:
-            backend.add_resident(path, module)
-    vars(pipe)[_HANDLE] = handle
-    pipe.__class__ = _composed(type(pipe))  # type: ignore[arg-type]
+            backend.add_resident(path, module, undo)
+    undo.callback(_detach, pipe)
     _handles(backend).add(handle)
-    return handle
+    vars(pipe)[HANDLE_ATTRIBUTE] = handle
+    pipe.__class__ = composed  # type: ignore[assignment]
 
 
 def _detach(pipe: Any) -> None:
-    pipe.__class__ = _stock_class(type(pipe))
-    vars(pipe).pop(_HANDLE, None)
-
-
-@functools.cache
-def _composed(cls: type) -> type:
-    """`cls` with `OffloadedPipeline` before and its adapter behind it, under the same name, so that saving works."""
-    adapter = adapter_for(cls)
-    declared_by_itself = adapter is None or issubclass(cls, adapter)
-    bases: tuple[Any, ...] = (OffloadedPipeline, cls) if declared_by_itself else (OffloadedPipeline, cls, adapter)
-
-    @functools.wraps(cls.__call__)
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _require_handle(self).call():
-            return cls.__call__(self, *args, **kwargs)
-
-    copied = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(cls.__name__, bases, {"__call__": __call__, **copied})
-
-
-def _stock_class(cls: type) -> type:
-    return cls.__bases__[1] if OffloadedPipeline in cls.__bases__ else cls
+    pipe.__class__ = stock_class(type(pipe))
+    vars(pipe).pop(HANDLE_ATTRIBUTE, None)
 
 
 # ---------------------------------------------------------------------- pipelines that share components

@@ -41,7 +41,9 @@ def assert_equal_outputs(found: Sequence[np.ndarray], expected: Sequence[np.ndar
         assert mine.dtype == reference.dtype and mine.shape == reference.shape, what
         if not np.array_equal(mine, reference):
             wrong = int((mine != reference).sum())
-            raise AssertionError(f"{what}: call {number} differs from the resident run in {wrong} of {mine.size} values")
+            raise AssertionError(
+                f"{what}: call {number} differs from the resident run in {wrong} of {mine.size} values"
+            )
 
 
 def assert_no_hazards(sim: Any, what: str) -> None:

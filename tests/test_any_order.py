@@ -1,8 +1,9 @@
-"""Blocks that are skipped, repeated, permuted or interrupted: whatever ran before, every forward reads its own weights."""
+"""Blocks skipped, repeated, permuted, interrupted: whatever ran before, every forward reads its own weights."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -181,7 +182,9 @@ SUBJECTS: tuple[dict[str, Any], ...] = (
 )
 
 
-def make_twins(device: torch.device, slots: int, residents: int = 0, two_stage: bool = False) -> tuple[Subject, Subject]:
+def make_twins(
+    device: torch.device, slots: int, residents: int = 0, two_stage: bool = False
+) -> tuple[Subject, Subject]:
     def build() -> tiny.ToyPipeline:
         return tiny.build_toy(BLOCKS, two_stage=two_stage, width=16, sizes=[16, 48, 32])[0]
 
@@ -212,7 +215,8 @@ def test_random_passes(device: torch.device, sim: ModuleType) -> None:
     for offloaded, _ in pairs:
         handle = offloaded.pipe.omni_offload
         assert handle.loads > 100 and handle.demand_loads > 0
-        assert all(p.device.type == "cpu" for stack in handle.plan.stacks for i in stack.streamed for p in stack.blocks[i].parameters())
+        blocks = [stack.blocks[index] for stack in handle.plan.stacks for index in stack.streamed]
+        assert all(parameter.device.type == "cpu" for block in blocks for parameter in block.parameters())
 
 
 # ---------------------------------------------------------------------- Ctrl-C anywhere in the engine
@@ -302,11 +306,12 @@ def test_sd3_skip_layer_guidance(device: torch.device) -> None:
     expected = outputs(resident, guided(call))
     plain = tiny.run(resident, lambda: {**call(), "num_inference_steps": 4})
     assert not np.array_equal(plain, expected[0])
+    unguided = {"num_inference_steps": 4}
     for options in ({}, {"slots": 1}, {"slots": 3}, {"layer_options": {"dit": {"resident_layers": 2}}}):
         pipe, call = build_as(tiny.build_sd3)
         pipe.enable_omni_offload("layer", **options)
         assert_equal_outputs(outputs(pipe, guided(call)), expected, f"skip-layer guidance, {options}")
-        assert np.array_equal(tiny.run(pipe, lambda: {**call(), "num_inference_steps": 4}), plain)
+        assert np.array_equal(tiny.run(pipe, lambda call=call: {**call(), **unguided}), plain)
 
 
 # ---------------------------------------------------------------------- FirstBlockCache
@@ -338,7 +343,9 @@ def long(call: Callable[[], dict[str, Any]], **more: Any) -> Callable[[], dict[s
     return lambda: {**call(), "num_inference_steps": STEPS, **more}
 
 
-def count_by_step(pipe: Any, call: Callable[[], dict[str, Any]], count: Callable[[], int]) -> tuple[np.ndarray, list[int]]:
+def count_by_step(
+    pipe: Any, call: Callable[[], dict[str, Any]], count: Callable[[], int]
+) -> tuple[np.ndarray, list[int]]:
     """A call's output, and by how much `count()` grew in each of its steps."""
     readings = [count()]
 
@@ -347,7 +354,7 @@ def count_by_step(pipe: Any, call: Callable[[], dict[str, Any]], count: Callable
         return {}
 
     output = tiny.run(pipe, long(call, callback_on_step_end=read))
-    return output, [after - before for before, after in zip(readings, readings[1:], strict=False)]
+    return output, [after - before for before, after in itertools.pairwise(readings)]
 
 
 @contextlib.contextmanager
@@ -361,7 +368,8 @@ def counting_blocks(pipe: Any) -> Iterator[list[int]]:
     removable = []
     for dit in dits(pipe):
         stack = dit.blocks if hasattr(dit, "blocks") else dit.transformer_blocks
-        removable += [(block.attn1 if hasattr(block, "attn1") else block.attn).register_forward_pre_hook(note) for block in stack]
+        attentions = [block.attn1 if hasattr(block, "attn1") else block.attn for block in stack]
+        removable += [attention.register_forward_pre_hook(note) for attention in attentions]
     yield ran
     for hook in removable:
         hook.remove()

@@ -212,11 +212,12 @@ def test_torch_save_of_a_state_dict_has_the_ordinary_size(device: torch.device, 
     for index in (streamed, kept):
         file = saved(getattr(getattr(pipe, DIT[name]), STACK[name])[index])
         other = saved(getattr(getattr(twin, DIT[name]), STACK[name])[index])
-        # The names of devices differ in length.
-        assert abs(file.tell() - other.tell()) <= 0.02 * other.tell()
+        if index == streamed:
+            assert file.tell() == other.tell()
     for path, module in modules_of(pipe).items():
         file, other = saved(module), saved(modules_of(twin)[path])
-        assert abs(file.tell() - other.tell()) <= 0.02 * other.tell(), path
+        # The names of devices differ in length.
+        assert abs(file.tell() - other.tell()) <= 32 * len(module.state_dict()), path
         file.seek(0)
         loaded = torch.load(file, map_location="cpu", weights_only=True)
         assert all(torch.equal(value, modules_of(twin)[path].state_dict()[key]) for key, value in loaded.items())
@@ -229,6 +230,9 @@ def assert_same_files(mine: Path, ordinary: Path) -> None:
     files = sorted(path.relative_to(ordinary) for path in ordinary.rglob("*") if path.is_file())
     assert sorted(path.relative_to(mine) for path in mine.rglob("*") if path.is_file()) == files
     for path in files:
+        if path.name == "tokenizer.json":
+            # Tokenizers save how they were last called.
+            continue
         assert (mine / path).stat().st_size == (ordinary / path).stat().st_size, path
         assert filecmp.cmp(mine / path, ordinary / path, shallow=False), path
 
@@ -282,8 +286,16 @@ def test_saving_a_component(device: torch.device, tmp_path: Path, name: str) -> 
 # Editing
 
 
-@names
-@edits
+@pytest.mark.parametrize(
+    ("name", "edit"),
+    [
+        # Its text encoder's vocabulary makes it slow.
+        pytest.param(name, edit, marks=[pytest.mark.slow] if name == "qwen_image" and index % 3 else [])
+        for name in NAMES
+        for index, edit in enumerate(EDITS)
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
 def test_edits_between_calls(device: torch.device, name: str, edit: Callable[[nn.Module, str], None]) -> None:
     twin = resident(name, device)
     pipe, call = offloaded(name)
@@ -301,19 +313,12 @@ def test_edits_between_calls(device: torch.device, name: str, edit: Callable[[nn
     assert np.array_equal(tiny.run(pipe.to(device), call), output)
 
 
-@names
-@edits
-@pytest.mark.parametrize("target", TARGETS[:3])
-def test_edits_from_a_callback(
-    device: torch.device, name: str, edit: Callable[[nn.Module, str], None], target: str
-) -> None:
-    twin = resident(name, device)
-    pipe, call = offloaded(name)
-    indices = placed_indices(pipe, name)
+def check_edit_from_callback(twin: Any, pipe: Any, call: Callable[[], dict[str, Any]], edit: Any) -> None:
+    """`edit(pipeline)` after the first step, with and without offload."""
 
     def edit_and_refresh(edited: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         if step == 0:
-            edit(*parameter_of(edited, name, target, indices))
+            edit(edited)
             if edited is pipe:
                 pipe.omni_offload.refresh()
         return {}
@@ -327,6 +332,32 @@ def test_edits_from_a_callback(
     assert not np.array_equal(expected, plain)
     # And it stays edited.
     assert np.array_equal(tiny.run(pipe, call), tiny.run(twin, call))
+
+
+@names
+@pytest.mark.parametrize("edit", [add_to_data, replace_data, load_and_assign], ids=lambda edit: edit.__name__)
+@pytest.mark.parametrize("target", TARGETS[:3])
+def test_edits_from_a_callback(
+    device: torch.device, name: str, edit: Callable[[nn.Module, str], None], target: str
+) -> None:
+    twin = resident(name, device)
+    pipe, call = offloaded(name)
+    indices = placed_indices(pipe, name)
+    check_edit_from_callback(twin, pipe, call, lambda edited: edit(*parameter_of(edited, name, target, indices)))
+
+
+@edits
+@pytest.mark.parametrize("index", range(6))
+def test_edits_of_each_toy_block_from_a_callback(
+    device: torch.device, edit: Callable[[nn.Module, str], None], index: int
+) -> None:
+    """The first blocks are on their way to the device while the callback runs."""
+    twin, call = tiny.build_toy(5)
+    twin.to(device)
+    pipe, _ = tiny.build_toy(5)
+    pipe.enable_omni_offload("layer", layer_options={"dit": {"resident_layers": 1}})
+    key = f"blocks.{index}.expand.weight" if index < 5 else "proj_out.weight"
+    check_edit_from_callback(twin, pipe, call, lambda edited: edit(edited.transformer, key))
 
 
 @names
@@ -392,6 +423,8 @@ def test_an_edit_without_refresh_counts_from_the_next_call_on(device: torch.devi
     twin.to(device)
     pipe, _ = tiny.build_toy(4)
     pipe.enable_omni_offload("layer")
+    # From the first call on it is known how many forwards there are, so nothing is in flight after the last one.
+    tiny.run(pipe, call)
 
     def edit(edited: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         if step == 1:
@@ -461,7 +494,7 @@ def sibling_class(name: str) -> tuple[type, dict[str, Any]]:
 def sibling(pipe: Any, name: str, call: Callable[[], dict[str, Any]], **arguments: Any) -> tuple[Any, Any]:
     cls, extra = sibling_class(name)
     other = cls.from_pipe(pipe, **arguments)
-    removed = {"num_frames"} if name == "wan" else set()
+    removed = {"num_frames", "guidance_scale_2"} if name == "wan" else set()
 
     def other_call() -> dict[str, Any]:
         return {key: value for key, value in {**call(), **extra}.items() if key not in removed}
@@ -483,7 +516,7 @@ def test_a_sibling_runs_and_sees_edits(device: torch.device, name: str, dtype: t
     other, _ = sibling(pipe, name, call, **arguments)
     assert other.omni_offload is None and type(other) is sibling_class(name)[0]
     assert other.transformer is pipe.transformer
-    assert other.transformer.dtype == dtype or torch.float32
+    assert other.transformer.dtype == (dtype or torch.float32)
     output = tiny.run(other, sibling_call)
     assert np.array_equal(output, tiny.run(twin_sibling, sibling_call))
     assert np.array_equal(tiny.run(pipe, call), tiny.run(twin, call))
@@ -590,9 +623,9 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
 
 
 def first_tensor(value: Any) -> torch.Tensor:
-    while not isinstance(value, torch.Tensor):
-        value = value[0]
-    return value
+    if isinstance(value, torch.Tensor):
+        return value
+    return next(item for item in map(first_tensor, (v for v in value if v is not None)))
 
 
 @torch.no_grad()
@@ -619,7 +652,7 @@ def test_components_can_be_called_at_any_time(device: torch.device, name: str, i
     for _ in range(2):
         assert np.array_equal(tiny.run(pipe, call), expected)
         check()
-        indices = placed_indices_of_streamed_encoders(pipe, name)
+        indices = placed_indices(pipe, name)
         for edited in (twin, pipe):
             add_to_data(*parameter_of(edited, name, "streamed", indices))
             add_to_data(*parameter_of(edited, name, "text encoder", indices))
@@ -635,9 +668,6 @@ def test_components_can_be_called_at_any_time(device: torch.device, name: str, i
 
     assert np.array_equal(tiny.run(pipe, lambda: {**call(), "callback_on_step_end": look}), expected)
     assert seen == [0, 1]
-
-
-placed_indices_of_streamed_encoders = placed_indices
 
 
 @names
@@ -725,6 +755,4 @@ def test_a_loop_outside_of_a_call_scope_is_never_stale(device: torch.device) -> 
     for step in range(6):
         for edited in (twin, pipe):
             edited.transformer.blocks[step % 5].gate.data += 0.25
-        assert torch.equal(
-            forward(pipe.transformer, ((x,), {}), "cpu"), forward(twin.transformer, ((x,), {}), device)
-        )
+        assert torch.equal(forward(pipe.transformer, ((x,), {}), "cpu"), forward(twin.transformer, ((x,), {}), device))

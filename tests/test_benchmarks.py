@@ -46,13 +46,13 @@ def test_the_stacks_have_the_sizes_they_are_named_for() -> None:
 
 
 def test_the_ideal_comes_from_rates_and_bytes(sim: ModuleType) -> None:
-    bench = steps.Bench("Wan-like", num_blocks=4, width=16)
+    bench = steps.Bench("Wan-like", num_blocks=4)
     for ratio in (0.5, 4.0):
         bench.set_ratio(ratio)
         assert bench.ideal() == pytest.approx(max(1, ratio) * bench.compute)
     assert bench.ideal([0]) == pytest.approx(bench.compute)
     operations = sum(2 * 8 * p.numel() for p in bench._pipe().transformer.parameters() if p.dim() == 2)
-    assert bench.compute == pytest.approx(operations / steps.FLOPS_PER_S, rel=0.25)  # the rest: attention and norms
+    assert bench.compute == pytest.approx(operations / bench.flops_per_s, rel=0.05)  # the rest: attention and norms
 
 
 def test_a_step_of_the_bench_moves_what_the_ideal_counts(sim: ModuleType) -> None:
@@ -74,9 +74,9 @@ def test_tables_line_up() -> None:
 def test_the_tables_run(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "RATIOS", (1.0,))
     monkeypatch.setattr(steps, "RESIDENT_SHARES", (0.0, 0.5))
-    monkeypatch.setattr(steps.Bench.__init__, "__defaults__", (6, 16))
+    monkeypatch.setattr(steps.Bench.__init__, "__defaults__", (6, 16, steps.LONG_BLOCKS))
     text = "\n".join(tables.modelled())
-    assert text.count("modelled step / ideal") == 10 and "group offload" in text and "leading" in text
+    assert text.count("modelled step / ideal") == 14 and "group offload" in text and "leading" in text
 
 
 @pytest.mark.slow

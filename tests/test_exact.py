@@ -178,9 +178,7 @@ ROWS = {name: pairwise(FACTORS, seed=number) for number, name in enumerate(PIPEL
 
 def test_the_cover_is_pairwise_and_small() -> None:
     names = list(FACTORS)
-    wanted = {
-        (a, x, b, y) for i, a in enumerate(names) for b in names[i + 1 :] for x in FACTORS[a] for y in FACTORS[b]
-    }
+    wanted = {(a, x, b, y) for i, a in enumerate(names) for b in names[i + 1 :] for x in FACTORS[a] for y in FACTORS[b]}
     for name, rows in ROWS.items():
         covered = set().union(*(pairs_of(row, names) for row in rows))
         assert covered == wanted, name

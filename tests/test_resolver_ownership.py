@@ -10,19 +10,7 @@ from torch import nn
 
 from diffusers_omni_offload.topology import resolver
 from diffusers_omni_offload.topology.resolver import resolve_offload_plan
-from tests.resolving import (
-    BLOCKS,
-    LAYERS,
-    Pipeline,
-    Stack,
-    blocks,
-    layer,
-    legacy,
-    paths,
-    pipeline,
-    refuses,
-    strict_warnings,
-)  # noqa: F401
+from tests.resolving import BLOCKS, LAYERS, Pipeline, Stack, layer, legacy, paths, pipeline, refuses, strict_warnings  # noqa: F401
 
 
 def nested_dits() -> Pipeline:

@@ -15,14 +15,15 @@ BOUNDS = {("Wan-like", 2): 1.02, ("SD3-like", 2): 1.02, ("2:1", 3): 1.02, ("2:1"
 
 
 @pytest.fixture(scope="module")
-def bench(device: torch.device) -> Callable[[str], steps.Bench]:
-    made: dict[str, steps.Bench] = {}
+def bench(device: torch.device) -> Callable[..., steps.Bench]:
+    made: dict[tuple[str, float], steps.Bench] = {}
 
-    def get(family: str) -> steps.Bench:
-        if family not in made:
-            made[family] = steps.Bench(family)
-        made[family].configure()
-        return made[family]
+    def get(family: str, flops_per_s: float = steps.LONG_BLOCKS) -> steps.Bench:
+        key = (family, flops_per_s)
+        if key not in made:
+            made[key] = steps.Bench(family, flops_per_s=flops_per_s)
+        made[key].configure()
+        return made[key]
 
     return get
 
@@ -60,9 +61,12 @@ def test_spread_residents_beat_leading_ones(sim: ModuleType, bench: Callable) ->
 
 @pytest.mark.parametrize("family", ["Wan-like", "SD3-like"])
 def test_a_modelled_step_beats_group_offload(sim: ModuleType, bench: Callable, family: str) -> None:
-    ours = bench(family)
+    ours = bench(family, steps.SHORT_BLOCKS)
     ours.set_ratio(1)
     assert ours.ours().seconds < 0.8 * ours.group_offload().seconds
+    ours = bench(family, steps.LONG_BLOCKS)
+    ours.set_ratio(1)
+    assert ours.ours().seconds < ours.group_offload().seconds
 
 
 @pytest.mark.timing

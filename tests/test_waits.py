@@ -151,7 +151,8 @@ def two_streams_read_one_slot() -> None:
 def a_resident_block_reads_tied_weights() -> None:
     """The leaves shared with a streamed block are on their way when the first block, a resident one, reads them."""
     simdevice.configure(**TRANSFER_BOUND)
-    offloaded = Offloaded(tie=True, layer_options={"dit": {"resident_layers": 1}})
+    options = {"layer_options": {"dit": {"resident_layers": 1}}, "resident_policy": "leading"}
+    offloaded = Offloaded(tie=True, **options)
     assert offloaded.handle.plan.stacks[0].resident == (0,) and offloaded.handle.backend.shared is not None
     offloaded.check()
 
@@ -193,10 +194,13 @@ def _log_lines() -> Iterator[list[str]]:
     lines: list[str] = []
     handler, logger = logging.Handler(logging.INFO), logging.getLogger("diffusers_omni_offload")
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    level = logger.level
     logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
     try:
         yield lines
     finally:
+        logger.setLevel(level)
         logger.removeHandler(handler)
 
 

@@ -65,12 +65,15 @@ class LayerwiseBackend(OffloadBackend):
     def is_enabled(self) -> bool:
         return self._enabled
 
-    def enable(self, pipeline: Any, plan: ResolvedPlan | None = None) -> None:
+    def enable(
+        self, pipeline: Any, plan: ResolvedPlan | None = None, finish: Callable[[ExitStack], object] | None = None
+    ) -> None:
         """Stream the plan's blocks and place the rest; nothing is done for a plan with a `skip_reason`.
 
         Args:
             pipeline: what to resolve if `plan` is None.
             plan: a plan for `pipeline` that was resolved before.
+            finish: the last step, given the stack for its undoing; if it fails, all is undone.
 
         Raises:
             RuntimeError, TypeError, ValueError: as `preflight` says; nothing was touched.
@@ -86,11 +89,13 @@ class LayerwiseBackend(OffloadBackend):
         require_memory(plan, self.platform, self.config.slots)
         self._reset()
         with on_device(self.device), ExitStack() as undo:
+            undo.callback(self._forget)
             self._build(plan, undo)
+            self.plan = plan
+            self._enabled = True
+            if finish is not None:
+                finish(undo)
             undo.pop_all()
-        self.residency.commit()
-        self.plan = plan
-        self._enabled = True
         self.streamer.stalls.start()
         warn_of_plain_tensors(plan)
         if self.config.pin_memory is not False and self.platform.is_asynchronous:
@@ -109,7 +114,6 @@ class LayerwiseBackend(OffloadBackend):
         if self.scope.is_open:
             raise RuntimeError("Offload can't be disabled while a call is running: it is still using the slots.")
         with ExitStack() as steps, on_device(self.device):
-            self._enabled = False
             steps.callback(self._forget)
             steps.callback(self.residency.move_to_host)
             for master in self._masters:
@@ -121,6 +125,7 @@ class LayerwiseBackend(OffloadBackend):
 
     def _forget(self) -> None:
         self.plan = None
+        self._enabled = False
         self._reset()
 
     def _release_device(self) -> None:
@@ -144,9 +149,7 @@ class LayerwiseBackend(OffloadBackend):
         self._pack(plan, shared, undo)
 
         self.residency.excluded = self._held_ids()
-        self.residency.begin()
-        undo.callback(self.residency.restore)
-        self.residency.place()
+        self.residency.place(undo)
         return_freed_host_memory()
 
         undo.callback(self._release_device)
@@ -192,7 +195,7 @@ class LayerwiseBackend(OffloadBackend):
         def find() -> list[Leaf]:
             return find_leaves(block, path, self._shared_ids)
 
-        return Master(find, list(block.modules()), path, self.platform, self.budget)
+        return Master(find, [block], path, self.platform, self.budget)
 
     def _add_master(self, master: Master, undo: ExitStack) -> Master:
         self._masters.append(master)
@@ -205,17 +208,12 @@ class LayerwiseBackend(OffloadBackend):
 
     # ------------------------------------------------------------------ components
 
-    def add_resident(self, path: str, module: nn.Module) -> None:
-        """Manage a component that came later: it lives on the device."""
-        with ExitStack() as undo:
-            self.residency.add(path, module)
-            undo.callback(self.residency.remove, module)
-            self.residency.begin()
-            undo.callback(self.residency.restore)
-            self.residency.place()
-            self.components.attach(path, module, undo, self.spare_slots if "vae" in path else None)
-            undo.pop_all()
-        self.residency.commit()
+    def add_resident(self, path: str, module: nn.Module, undo: ExitStack) -> None:
+        """Manage a component that came later: it lives on the device. `undo` gets the way back first."""
+        undo.callback(self.residency.remove, module)
+        self.residency.add(path, module)
+        self.residency.place(undo)
+        self.components.attach(path, module, undo, self.spare_slots if "vae" in path else None)
 
     def remove_resident(self, module: nn.Module) -> None:
         """Let go of a component that isn't streamed; it stays where it is."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import ExitStack
 
 import torch
 from torch import nn
@@ -26,13 +27,12 @@ class Residency:
         self.device = device
         self.excluded: AbstractSet[int] = frozenset()
         self._roots: dict[int, tuple[str, nn.Module]] = {}
-        self._streamed: set[int] = set()
-        self._original_devices: dict[int, tuple[torch.Tensor, torch.device]] | None = None
+        self._streamed: list[nn.Module] = []
         self._snapshot: Snapshot | None = None
 
     def stream(self, block: nn.Module) -> None:
         """Leave `block` and what is below it to its master."""
-        self._streamed.update(map(id, block.modules()))
+        self._streamed.append(block)
 
     def add(self, path: str, module: nn.Module) -> None:
         """Take care of a component's state."""
@@ -58,8 +58,11 @@ class Residency:
         """Whether nothing was added, replaced or moved since `place`."""
         return self._snapshot is not None and self._snapshot.is_current()
 
-    def place(self) -> None:
+    def place(self, undo: ExitStack | None = None) -> None:
         """Move what isn't on the device there.
+
+        Args:
+            undo: gets the way back first.
 
         Raises:
             TypeError: a tensor subclass would have to be moved.
@@ -67,28 +70,12 @@ class Residency:
         leaves = [leaf for leaf in self.leaves() if id(leaf.tensor) not in self.excluded]
         require_placeable(leaves, self.device)
         tensors = [leaf.tensor for leaf in leaves]
-        if self._original_devices is not None:
-            self._original_devices.update((id(tensor), (tensor, tensor.device)) for tensor in tensors)
-        move_tensors([tensor for tensor in tensors if type(tensor) in PLAIN_TYPES], self.device)
-        self._snapshot = Snapshot([module for _, module in self._modules()], _readable(tensors))
-
-    def begin(self) -> None:
-        """Remember where each tensor is that `place` moves, until `commit`."""
-        self._original_devices = {}
-
-    def commit(self) -> None:
-        """There is no way back any more."""
-        self._original_devices = None
-
-    def restore(self) -> None:
-        """Move everything back to where it was at `begin`; for an enable that failed."""
-        by_device: dict[torch.device, list[torch.Tensor]] = {}
-        originals, self._original_devices = self._original_devices or {}, None
-        for tensor, device in originals.values():
-            if tensor.device != device:
-                by_device.setdefault(device, []).append(tensor)
-        for device, tensors in by_device.items():
-            move_tensors(tensors, device)
+        # A wrapper subclass may have no storage of its own to look at; its identity is watched all the same.
+        plain = [tensor for tensor in tensors if type(tensor) in PLAIN_TYPES]
+        if undo is not None:
+            undo.callback(_move_back, [(tensor, tensor.device) for tensor in plain])
+        move_tensors(plain, self.device)
+        self._snapshot = Snapshot([module for _, module in self._modules()], plain)
 
     def move_to_host(self) -> None:
         """Move everything to the CPU."""
@@ -97,10 +84,10 @@ class Residency:
         self._snapshot = None
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
-        seen: set[int] = set()
+        seen = {id(module) for block in self._streamed for module in block.modules()}
         for path, root in self._roots.values():
             for child_path, module in root.named_modules(prefix=path):
-                if id(module) not in seen and id(module) not in self._streamed:
+                if id(module) not in seen:
                     seen.add(id(module))
                     yield child_path, module
 
@@ -125,6 +112,9 @@ def require_placeable(leaves: list[Leaf], device: torch.device) -> None:
             )
 
 
-def _readable(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    # A wrapper subclass may have no storage of its own to look at; its identity is watched all the same.
-    return [tensor for tensor in tensors if type(tensor) in PLAIN_TYPES]
+def _move_back(homes: Sequence[tuple[torch.Tensor, torch.device]]) -> None:
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor, device in homes:
+        by_device.setdefault(device, []).append(tensor)
+    for device, tensors in by_device.items():
+        move_tensors(tensors, device)

@@ -41,7 +41,8 @@ class Order:
         """`block` runs now."""
         previous, self._previous = self._previous, block
         self._position += 1
-        if previous is None:
+        if previous is None or previous == block:
+            # A block that repeats is in its slot already, so there is nothing to learn for a prefetch.
             return
         if self._successor[previous] == block:
             self._deviation[previous] = None

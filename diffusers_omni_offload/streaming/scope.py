@@ -50,6 +50,9 @@ class CallScope:
         self._lock.acquire()
         try:
             if self._depth == 0:
+                if self._streamer.is_running:
+                    # The last call's end was interrupted itself.
+                    self._streamer.settle()
                 self._audit()
                 self._streamer.begin()
                 self._owner = threading.get_ident()
@@ -64,12 +67,14 @@ class CallScope:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        is_outermost = self._depth == 1
         try:
-            self._depth -= 1
-            if self._depth == 0:
-                self._owner = None
+            if is_outermost:
                 self._streamer.end()
                 if kind is None:
                     self._after_call()
         finally:
+            self._depth -= 1
+            if is_outermost:
+                self._owner = None
             self._lock.release()

@@ -142,9 +142,10 @@ class Streamer:
         # Counted down last: a slot that an interrupt leaves in use is marked free by `settle`.
         self._mark_free(slot)
         if slot.users == 1:
-            master = self._bound.pop(block, None)
+            master = self._bound.get(block)
             if master is not None:
                 master.unbind()
+                del self._bound[block]
         slot.users -= 1
 
     def bind_apart(self, master: Master, slot: Slot) -> None:
@@ -157,8 +158,8 @@ class Streamer:
 
     def unbind_apart(self, master: Master, slot: Slot) -> None:
         """Undo `bind_apart`."""
-        self._bound.pop(_APART, None)
         master.unbind()
+        self._bound.pop(_APART, None)
         self._mark_free(slot)
 
     def _mark_free(self, slot: Slot) -> None:

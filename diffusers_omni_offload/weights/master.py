@@ -23,7 +23,7 @@ class Master:
 
     Args:
         find: returns the leaves as the modules hold them now; called again by `repack`.
-        watched: the modules whose tables tell whether leaves came, went or were replaced.
+        roots: the modules below which leaves may come, go or be replaced.
         path: dotted path for messages.
         platform: where the copies go to.
         budget: what may be page-locked.
@@ -38,13 +38,13 @@ class Master:
     def __init__(
         self,
         find: Callable[[], list[Leaf]],
-        watched: Sequence[nn.Module],
+        roots: Sequence[nn.Module],
         path: str,
         platform: Platform,
         budget: PinnedBudget,
     ) -> None:
         self.path = path
-        self._find, self._watched = find, watched
+        self._find, self._roots = find, roots
         self._platform, self._budget = platform, budget
         self._buffer: HostBuffer | None = None
         self._original_devices: dict[int, torch.device] = {}
@@ -157,7 +157,7 @@ class Master:
         previous, self._buffer = self._buffer, buffer
         if previous is not None:
             previous.unpin()
-        self._snapshot = Snapshot(self._watched, tensors)
+        self._snapshot = Snapshot([module for root in self._roots for module in root.modules()], tensors)
 
     @staticmethod
     def _view_in_mode(tensor: torch.Tensor, source: torch.Tensor, placement: Placement) -> torch.Tensor:

@@ -29,7 +29,9 @@ class Snapshot:
             table for module in modules for table in (module._modules, module._parameters, module._buffers)
         ]
         self._lengths = list(map(len, self._tables))
-        self._values = list(chain.from_iterable(map(dict.values, self._tables)))
+        # Most tables are empty; one that gets an entry shows in the lengths.
+        self._filled = [table for table in self._tables if table]
+        self._values = list(chain.from_iterable(map(dict.values, self._filled)))
         self._tensors = list(tensors)
         self._state = self._read()
 
@@ -37,7 +39,7 @@ class Snapshot:
         """Whether nothing was added, removed, replaced, reshaped, cast or given another storage."""
         return (
             list(map(len, self._tables)) == self._lengths
-            and all(map(_identical, chain.from_iterable(map(dict.values, self._tables)), self._values))
+            and all(map(_identical, chain.from_iterable(map(dict.values, self._filled)), self._values))
             and self._read() == self._state
         )
 

@@ -14,6 +14,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ def _measure(pipe: StackPipeline, device: torch.device, tokens: int, forwards: i
             pipe.transformer(x, context)
             event.record()
     torch.accelerator.synchronize(device)
-    times = [a.elapsed_time(b) / 1e3 for a, b in zip(events, events[1:], strict=False)]
+    times = [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]
     return statistics.median(times)
 
 
@@ -125,7 +126,7 @@ def _link(device: torch.device, nbytes: int, rounds: int = 8) -> float:
         target.copy_(source, non_blocking=True)
         event.record()
     torch.accelerator.synchronize(device)
-    return nbytes / min(a.elapsed_time(b) / 1e3 for a, b in zip(events, events[1:], strict=False))
+    return nbytes / min(a.elapsed_time(b) / 1e3 for a, b in pairwise(events))
 
 
 def device_name(device: torch.device) -> str:

@@ -7,6 +7,7 @@ import mmap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from diffusers.hooks import apply_group_offloading
@@ -184,7 +185,7 @@ def packing_profile(total_bytes: int = 1 << 28) -> dict[str, float]:
     mark("map the buffer")
     layout.copy_to(buffer.bytes)
     mark("copy")
-    return {name: 1e3 * (now - before) for (_, before), (name, now) in zip(marks, marks[1:], strict=False)}
+    return {name: 1e3 * (now - before) for (_, before), (name, now) in pairwise(marks)}
 
 
 # ---------------------------------------------------------------------- audit

@@ -16,9 +16,10 @@ import diffusers_omni_offload
 from tests import simdevice
 from tests.benchmarks.stacks import StackPipeline, block_nbytes, build
 
-#: Modelled operations per second: low, so that a block takes milliseconds and fixed costs weigh as little as they do
-#: with blocks of real sizes.
-FLOPS_PER_S = 2.5e8
+#: Modelled operations per second: a block takes 4 to 7 ms, so fixed costs weigh as little as with blocks of real sizes.
+LONG_BLOCKS = 2.5e8
+#: And 10 times as many, as for small images: fixed costs of each copied tensor weigh more.
+SHORT_BLOCKS = 2.5e9
 
 #: Forwards before the measured ones, and measured.
 WARM, MEASURED = 2, 3
@@ -26,7 +27,6 @@ WARM, MEASURED = 2, 3
 #: Transfer time of all blocks by compute time of a step.
 RATIOS = (0.25, 1.0, 1.5, 2.0, 3.0)
 RESIDENT_SHARES = (0.0, 0.25, 0.5, 0.75)
-FAMILIES = ("Wan-like", "SD3-like", "Flux-like")
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,15 @@ class Bench:
         family: a key of `stacks.FAMILIES`.
         num_blocks: blocks in all.
         width: features of the blocks.
+        flops_per_s: modelled rate of the compute.
 
     Attributes:
         compute: modelled seconds of a resident step.
         block_bytes: bytes of each block, in order.
     """
 
-    def __init__(self, family: str, num_blocks: int = 40, width: int = 64) -> None:
-        self.family, self.num_blocks, self.width = family, num_blocks, width
+    def __init__(self, family: str, num_blocks: int = 40, width: int = 64, flops_per_s: float = LONG_BLOCKS) -> None:
+        self.family, self.num_blocks, self.width, self.flops_per_s = family, num_blocks, width, flops_per_s
         self.device = torch.device("sim", 0)
         self.configure()
         pipe = self._pipe()
@@ -66,7 +67,7 @@ class Bench:
 
     def configure(self) -> None:
         """Set the modelled rates; the plugin resets them before every test."""
-        simdevice.configure(flops_per_s=FLOPS_PER_S, verify_source=0)
+        simdevice.configure(flops_per_s=self.flops_per_s, verify_source=0)
 
     def set_ratio(self, ratio: float) -> None:
         """Choose the link so that moving all blocks takes `ratio` times the compute of a step."""
@@ -176,8 +177,8 @@ def peer_table(bench: Bench) -> list[list[str]]:
     """Rows of step / ideal with no resident blocks: us and the others, a column for each ratio."""
     ways: dict[str, Callable[[], Any]] = {
         "ours": bench.ours,
-        "group offload, stream, record_stream": bench.group_offload,
-        "model offload, 8 steps a call (needs the whole model on the device)": bench.model_offload,
+        "group offload (stream, record_stream)": bench.group_offload,
+        "model offload, 8 steps a call (*)": bench.model_offload,
     }
     rows = []
     for name, way in ways.items():

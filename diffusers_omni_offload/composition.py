@@ -1,0 +1,126 @@
+"""The class of an offloaded pipeline: its own, with a call scope, the execution device and refusals in front."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
+
+from diffusers_omni_offload.handle import OffloadHandle, omni_offload
+from diffusers_omni_offload.messages import logger
+from diffusers_omni_offload.registry import adapter_for
+
+
+class OffloadedPipeline:
+    """What an offloaded pipeline's class is composed with: a call scope, the execution device, and refusals."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Whoever constructs `type(pipe)` wants another pipeline, which isn't offloaded."""
+        return stock_class(cls)(*args, **kwargs)
+
+    @property
+    def _execution_device(self) -> torch.device:
+        return _require_handle(self).backend.device
+
+    @property
+    def device(self) -> torch.device:
+        """The execution device: inputs and generators belong there, whatever the weights are."""
+        return _require_handle(self).backend.device
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Casts pass; the pipeline itself isn't moved while it is offloaded."""
+        device = kwargs.get("device")
+        others = [value for value in args if isinstance(value, torch.dtype)]
+        for value in args:
+            if value is not None and not isinstance(value, torch.dtype):
+                device = value
+        if device is not None:
+            if torch.device(device) != torch.device("cpu") or self._execution_device.type == "cpu":
+                raise ValueError(
+                    f"This pipeline is offloaded and runs on {str(self._execution_device)!r} as it is; "
+                    f".to({str(device)!r}) would move every weight. Leave it out, or call disable_omni_offload() first."
+                )
+            logger.warning(
+                "The pipeline is offloaded and stays so; disable_omni_offload() moves every weight to the CPU."
+            )
+        dtype = kwargs.get("dtype", others[0] if others else None)
+        if dtype is None:
+            return self
+        return super().to(dtype=dtype)  # type: ignore[misc]
+
+    def enable_model_cpu_offload(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused while offloaded."""
+        _refuse("enable_model_cpu_offload()")
+
+    def enable_sequential_cpu_offload(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused while offloaded."""
+        _refuse("enable_sequential_cpu_offload()")
+
+    def enable_group_offload(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused while offloaded."""
+        _refuse("enable_group_offload()")
+
+    def remove_all_hooks(self) -> NoReturn:
+        """Refused while offloaded."""
+        _refuse("remove_all_hooks()")
+
+    def reset_device_map(self) -> NoReturn:
+        """Refused while offloaded."""
+        _refuse("reset_device_map()")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        _refuse("A deep copy", "Use from_pipe() for another pipeline with the same components")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        _refuse("Pickling", "Use save_pretrained(), which works as it is")
+
+
+def _refuse(what: str, instead: str = "") -> NoReturn:
+    raise RuntimeError(
+        f"{what} isn't possible while the pipeline is offloaded by omni offload, which owns its weights. "
+        f"{instead + ', or call' if instead else 'Call'} disable_omni_offload() first."
+    )
+
+
+def _require_handle(pipe: Any) -> OffloadHandle:
+    handle = omni_offload(pipe)
+    assert handle is not None
+    return handle
+
+
+@functools.cache
+def composed_class(cls: type) -> type:
+    """`cls` with `OffloadedPipeline` before and its adapter behind it, under the same name, so that saving works."""
+    adapter = adapter_for(cls)
+    declared_by_itself = adapter is None or issubclass(cls, adapter)
+    bases: tuple[Any, ...] = (OffloadedPipeline, cls) if declared_by_itself else (OffloadedPipeline, cls, adapter)
+
+    @functools.wraps(cls.__call__)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        handle = _require_handle(self)
+        callback = kwargs.get("callback_on_step_end")
+        if callback is not None and not isinstance(callback, (PipelineCallback, MultiPipelineCallbacks)):
+            kwargs["callback_on_step_end"] = _with_settled_copies(callback, handle)
+        with handle.call():
+            return cls.__call__(self, *args, **kwargs)
+
+    copied = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(cls.__name__, bases, {"__call__": __call__, **copied})
+
+
+def stock_class(cls: type) -> type:
+    """The class that `cls` was composed from; a class that wasn't composed is returned as it is."""
+    return cls.__bases__[1] if OffloadedPipeline in cls.__bases__ else cls
+
+
+def _with_settled_copies(callback: Callable[..., Any], handle: OffloadHandle) -> Callable[..., Any]:
+    """`callback`, called with no copy in flight: it may edit weights whose prefetch had begun, and refresh then."""
+
+    def settled(*args: Any, **kwargs: Any) -> Any:
+        handle.backend.streamer.settle()
+        return callback(*args, **kwargs)
+
+    return settled
