@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
 
-from diffusers_omni_offload.handle import OffloadHandle, omni_offload
+from diffusers_omni_offload.handle import OffloadHandle, require_handle
 from diffusers_omni_offload.messages import logger
 from diffusers_omni_offload.registry import adapter_for
 
@@ -23,12 +23,12 @@ class OffloadedPipeline:
 
     @property
     def _execution_device(self) -> torch.device:
-        return _require_handle(self).backend.device
+        return require_handle(self).backend.device
 
     @property
     def device(self) -> torch.device:
         """The execution device: inputs and generators belong there, whatever the weights are."""
-        return _require_handle(self).backend.device
+        return require_handle(self).backend.device
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Casts pass; the pipeline itself isn't moved while it is offloaded."""
@@ -85,12 +85,6 @@ def _refuse(what: str, instead: str = "") -> NoReturn:
     )
 
 
-def _require_handle(pipe: Any) -> OffloadHandle:
-    handle = omni_offload(pipe)
-    assert handle is not None
-    return handle
-
-
 @functools.cache
 def composed_class(cls: type) -> type:
     """`cls` with `OffloadedPipeline` before and its adapter behind it, under the same name, so that saving works."""
@@ -100,7 +94,7 @@ def composed_class(cls: type) -> type:
 
     @functools.wraps(cls.__call__)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        handle = _require_handle(self)
+        handle = require_handle(self)
         callback = kwargs.get("callback_on_step_end")
         if callback is not None and not isinstance(callback, (PipelineCallback, MultiPipelineCallbacks)):
             kwargs["callback_on_step_end"] = _with_settled_copies(callback, handle)

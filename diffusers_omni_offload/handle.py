@@ -5,12 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from diffusers_omni_offload.backends.layerwise import LayerwiseBackend
+from diffusers_omni_offload.backends.layerwise import Counters, LayerwiseBackend
 from diffusers_omni_offload.config import OffloadConfig
+from diffusers_omni_offload.hooks import COMPONENT_HOOK, owned_hook
 from diffusers_omni_offload.topology.discovery import iterate_modules
 from diffusers_omni_offload.topology.plan import ResolvedPlan, format_bytes
 
@@ -23,10 +25,18 @@ def omni_offload(pipe: Any) -> OffloadHandle | None:
     return vars(pipe).get(HANDLE_ATTRIBUTE)
 
 
+def require_handle(pipe: Any) -> OffloadHandle:
+    """The handle of a pipeline that is offloaded."""
+    handle = omni_offload(pipe)
+    assert handle is not None
+    return handle
+
+
 class OffloadHandle:
     """A pipeline's offload: its configuration, plan and counters, and the way to turn it off.
 
-    Pipelines that share their components share one backend, and so its counters; each has a handle of its own.
+    Pipelines that share their components share one backend, and so its counters; each has a handle of its own. A
+    handle keeps no pipeline alive: when that is gone, the plan is empty and the counters stay as they were.
 
     Attributes:
         config: the configuration.
@@ -43,8 +53,9 @@ class OffloadHandle:
     ) -> None:
         self.config = config
         self.plan = plan
-        self.backend = backend
-        self._pipeline = weakref.ref(pipeline)
+        self._backend: LayerwiseBackend | None = backend
+        self._last_counters = Counters()
+        self._pipeline = weakref.ref(pipeline, self._let_go)
         self._disable = disable
         self._modules = dict(iterate_modules(pipeline))
         self._streamed = {stack.component for stack in plan.stacks}
@@ -84,34 +95,55 @@ class OffloadHandle:
             yield
 
     @property
+    def backend(self) -> LayerwiseBackend:
+        """The strategy at work.
+
+        Raises:
+            RuntimeError: the pipeline is gone.
+        """
+        if self._backend is None:
+            raise RuntimeError("The pipeline of this handle is gone, and its offload with it.")
+        return self._backend
+
+    @property
     def loads(self) -> int:
         """Copies of blocks to the device so far."""
-        return self.backend.streamer.loads
+        return self._counters.loads
 
     @property
     def demand_loads(self) -> int:
         """Those of `loads` that weren't prefetched, so that the compute had to wait for all of the copy."""
-        return self.backend.streamer.demand_loads
+        return self._counters.demand_loads
 
     @property
     def bytes_moved(self) -> int:
         """Bytes of `loads`."""
-        return self.backend.streamer.bytes_moved
+        return self._counters.bytes_moved
 
     @property
     def device_bytes(self) -> int:
         """Device bytes that the slots take now."""
-        return self.backend.device_bytes
+        return self._counters.device_bytes
 
     @property
     def pinned_bytes(self) -> int:
         """Host bytes that are page-locked now."""
-        return self.backend.pinned_bytes
+        return self._counters.pinned_bytes
+
+    @property
+    def _counters(self) -> Counters:
+        return self._last_counters if self._backend is None else self._backend.counters()
+
+    def _let_go(self, _: object) -> None:
+        """The pipeline is gone: keep nothing of it."""
+        self._last_counters = replace(self._counters, device_bytes=0, pinned_bytes=0)
+        self._backend, self._modules = None, {}
+        self.plan = replace(self.plan, components=(), stacks=())
 
     def __repr__(self) -> str:
         state = "enabled" if self.is_enabled() else "disabled"
         return (
-            f"<OffloadHandle {state} on {str(self.backend.device)!r}: {self.loads} loads, "
+            f"<OffloadHandle {state}: {self.loads} loads, "
             f"{self.demand_loads} of them on demand, {format_bytes(self.bytes_moved)} moved, "
             f"{format_bytes(self.device_bytes)} of slots, "
             f"{format_bytes(self.pinned_bytes)} pinned\n{self.plan}>"
@@ -131,18 +163,18 @@ class OffloadHandle:
         current = dict(iterate_modules(pipeline))
         for path in {**self._modules, **current}:
             before, now = self._modules.get(path), current.get(path)
-            if before is now:
+            if before is now and now is not None and owned_hook(now, COMPONENT_HOOK) is not None:
                 continue
             if any(path == name or name.startswith(f"{path}.") for name in self._streamed):
                 raise RuntimeError(
                     f"{path} is streamed and was replaced since offload was enabled. Call disable_omni_offload() and "
                     "enable_omni_offload() again, so that the new module's blocks are packed."
                 )
-            if now is not None and now not in self.backend.components:
+            if now is not None and owned_hook(now, COMPONENT_HOOK) is None:
                 with ExitStack() as undo:
                     self.backend.add_resident(path, now, undo)
                     undo.pop_all()
-            if before is not None and before in self.backend.components:
+            if before is not None and before is not now and before in self.backend.components:
                 self.backend.remove_resident(before)
             if now is not None:
                 self._modules[path] = now

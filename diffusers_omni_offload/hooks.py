@@ -24,6 +24,8 @@ class _OwnedHook(ModelHook):
     def __init__(self, path: str) -> None:
         super().__init__()
         self.path = path
+        #: What `module.forward` was when the hook was the outermost one, if it ever was.
+        self.installed: Callable[..., Any] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise RuntimeError(self._cannot("copied"))
@@ -51,7 +53,7 @@ class BlockHook(_OwnedHook):
 
 
 class ComponentHook(_OwnedHook):
-    """Runs a component's forward through `run(forward, args, kwargs)`, with the inputs on the execution device."""
+    """Runs a component's forward through `run(path, forward, args, kwargs)`, with inputs on the execution device."""
 
     def __init__(self, path: str, device: torch.device, run: Callable[..., Any]) -> None:
         super().__init__(path)
@@ -62,7 +64,7 @@ class ComponentHook(_OwnedHook):
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         args = move_to_device(args, self._device)
         kwargs = move_to_device(kwargs, self._device)
-        return self._run(self.fn_ref.original_forward, args, kwargs)
+        return self._run(self.path, self.fn_ref.original_forward, args, kwargs)
 
 
 class ExecutionDeviceHook:
@@ -158,6 +160,7 @@ def install_innermost(module: nn.Module, hook: BlockHook | ComponentHook, name: 
     references: list[HookFunctionReference] = registry._fn_refs
     if not references:
         registry.register_hook(hook, name)
+        hook.installed = module.forward
     else:
         if name in registry.hooks:
             raise ValueError(f"A hook named {name!r} is registered on this {type(module).__name__} already.")
@@ -191,6 +194,9 @@ def remove_owned(module: nn.Module, name: str) -> None:
         outer = registry._fn_refs[index + 1]
         attribute = "original_forward" if outer.original_forward is not None else "forward"
         setattr(outer, attribute, reference.original_forward)
+    elif vars(module).get("forward") is not registry.hooks[name].installed:
+        # Somebody wrapped or replaced `forward` since: that stays, and what it may call of ours passes through.
+        reference.forward = reference.original_forward
     elif _is_class_forward(module, reference.original_forward):
         vars(module).pop("forward", None)
     else:

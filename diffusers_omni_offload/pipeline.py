@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import nn
 
-from diffusers_omni_offload import hooks
 from diffusers_omni_offload.backends import LayerwiseBackend, get_offload_backend
-from diffusers_omni_offload.backends.preflight import DeviceNeed, device_need, require_memory
+from diffusers_omni_offload.backends.preflight import device_need, require_memory
 from diffusers_omni_offload.composition import composed_class, stock_class
 from diffusers_omni_offload.config import OffloadConfig
-from diffusers_omni_offload.handle import HANDLE_ATTRIBUTE, OffloadHandle, omni_offload
+from diffusers_omni_offload.handle import HANDLE_ATTRIBUTE, OffloadHandle, omni_offload, require_handle
+from diffusers_omni_offload.hooks import COMPONENT_HOOK, owned_hook
+from diffusers_omni_offload.messages import logger
 from diffusers_omni_offload.platform import platform_for, resolve_device
 from diffusers_omni_offload.registry import adapter_for
+from diffusers_omni_offload.siblings import (
+    disable_orphans,
+    owners,
+    register,
+    require_same,
+    streaming_owner,
+    users,
+)
 from diffusers_omni_offload.topology.discovery import iterate_modules
 from diffusers_omni_offload.topology.plan import ResolvedPlan, format_bytes
 from diffusers_omni_offload.topology.resolver import resolve_offload_plan
@@ -77,18 +84,20 @@ def enable_from_config(
     handle = omni_offload(pipe)
     if handle is not None and handle.config == config and handle.backend.device == where:
         return handle
-    if handle is not None and handle.backend.scope.is_open:
-        raise RuntimeError("Offload can't be changed while a call of this pipeline is running.")
     if getattr(pipe, "hf_device_map", None):
         raise RuntimeError(
             "This pipeline was loaded with a device_map, which places its components for good. "
             "Call pipe.reset_device_map() first, or load it without device_map."
         )
     plan = _resolve(pipe, config)
-    shared = _backend_of_sibling(pipe, handle)
-    if shared is not None:
-        _require_same(shared, config, where, plan)
-        return _join(pipe, config, plan, shared)
+    own = None if handle is None else handle.backend
+    disable_orphans((module for _, module in iterate_modules(pipe)), besides=own)
+    other = streaming_owner(plan, besides=own)
+    if other is None and own is not None and users(own, besides=handle):
+        other = own
+    if other is not None:
+        require_same(other, config, where, plan)
+        return _join(pipe, config, plan, other)
     if handle is None:
         _require_memory(pipe, config, plan, where, spare=0)
         return _enable(pipe, config, plan, where)
@@ -98,25 +107,29 @@ def enable_from_config(
 def disable_omni_offload(pipe: Any) -> None:
     """Turn offload off: our hooks go, and every weight is an ordinary CPU tensor again. Nothing happens if it is off.
 
-    Components that another offloaded pipeline uses stay offloaded for that one.
+    Components that another offloaded pipeline uses stay offloaded for that one. A pipeline made from an offloaded one
+    that is gone turns that one's offload off.
 
     Raises:
         RuntimeError: a call of the pipeline is running.
     """
     handle = omni_offload(pipe)
     if handle is None:
+        modules = [module for _, module in iterate_modules(pipe)]
+        if not disable_orphans(modules) and owners(modules):
+            logger.warning("This pipeline shares components with one that is offloaded: disable it on that one.")
         return
-    if handle.backend.scope.is_open:
-        raise RuntimeError("Offload can't be disabled while a call of this pipeline is running.")
-    others = [other for other in _handles(handle.backend) if other is not handle and other.is_enabled()]
-    _detach(pipe)
-    if not others:
-        handle.backend.disable()
-        return
-    needed = {id(module) for other in others for module in other.modules().values()}
-    for module in handle.modules().values():
-        if id(module) not in needed and module in handle.backend.components:
-            handle.backend.remove_resident(module)
+    backend = handle.backend
+    others = users(backend, besides=handle)
+    with backend.scope.exclusive("disabled"):
+        _detach(pipe)
+        if not others:
+            backend.tear_down()
+            return
+        needed = {id(module) for other in others for module in other.modules().values()}
+        for module in handle.modules().values():
+            if id(module) not in needed and module in backend.components:
+                backend.remove_resident(module)
 
 
 # ---------------------------------------------------------------------- enabling
@@ -141,19 +154,15 @@ def _enable(pipe: Any, config: OffloadConfig, plan: ResolvedPlan, device: torch.
     if not isinstance(backend, LayerwiseBackend):
         raise ValueError(f"The configuration selects no strategy that can run on {str(device)!r}.")
     backend.enable(pipe, plan, lambda undo: _attach(pipe, config, plan, backend, undo))
-    handle = omni_offload(pipe)
-    assert handle is not None
-    return handle
+    return require_handle(pipe)
 
 
 def _join(pipe: Any, config: OffloadConfig, plan: ResolvedPlan, backend: LayerwiseBackend) -> OffloadHandle:
     """Let the pipeline use the backend of another one that shares its components."""
-    with ExitStack() as undo:
+    with backend.scope.exclusive("changed"), ExitStack() as undo:
         _attach(pipe, config, plan, backend, undo)
         undo.pop_all()
-    handle = omni_offload(pipe)
-    assert handle is not None
-    return handle
+    return require_handle(pipe)
 
 
 def _reconfigure(
@@ -161,11 +170,15 @@ def _reconfigure(
 ) -> OffloadHandle:
     """Change the configuration of an offloaded pipeline; if that fails, the old one is put back."""
     _require_memory(pipe, config, plan, device, spare=handle.device_bytes)
-    disable_omni_offload(pipe)
+    with handle.backend.scope.exclusive("changed"):
+        pass  # Said before anything is touched.
+    old_plan, old_device = handle.plan, handle.backend.device
     try:
+        disable_omni_offload(pipe)
         return _enable(pipe, config, plan, device)
     except BaseException:
-        _enable(pipe, handle.config, handle.plan, handle.backend.device)
+        if omni_offload(pipe) is None:
+            _enable(pipe, handle.config, old_plan, old_device)
         raise
 
 
@@ -177,68 +190,53 @@ def _require_memory(pipe: Any, config: OffloadConfig, plan: ResolvedPlan, device
 
 
 def _what_fits(pipe: Any, config: OffloadConfig, device: torch.device, available: int) -> str:
-    """A sentence with the smallest larger selection of components whose need fits."""
-    smallest: DeviceNeed | None = None
-    for extra in (("text_encoder",), ("text_encoder", "image_encoder")):
-        components = (*(config.components or ("dit",)), *extra)
-        components = tuple(dict.fromkeys(components))
+    """A sentence with the call that fits and changes the least: fewer residents, streamed encoders, fewer slots."""
+    residents = max((options.resident_layers for options in config.layer_options.values()), default=0)
+    chosen = config.components or ("dit",)
+    selections = [
+        tuple(dict.fromkeys((*chosen, *extra))) for extra in ((), ("text_encoder",), ("text_encoder", "image_encoder"))
+    ]
+    candidates = [(chosen, kept, config.slots) for kept in range(residents - 1, -1, -1)]
+    candidates += [(selection, kept, config.slots) for selection in selections for kept in {residents, 0}]
+    candidates += [(selections[-1], 0, slots) for slots in range(min(config.slots - 1, 2), 0, -1)]
+    smallest: int | None = None
+    for components, kept, slots in candidates:
+        options: dict[str, Any] = {"components": list(components)}
+        if kept:
+            options["layer_options"] = {"dit": {"resident_layers": kept}}
+        if slots != 2:
+            options["slots"] = slots
+        if config.pin_memory is not True:
+            options["pin_memory"] = config.pin_memory
+        if config.resident_policy != "spread":
+            options["resident_policy"] = config.resident_policy
         try:
-            bigger = OffloadConfig.from_options("layer", components=components, slots=config.slots)
-            need = device_need(_resolve(pipe, bigger), device, config.slots)
+            need = device_need(_resolve(pipe, OffloadConfig.from_options("layer", **options)), device, slots)
         except ValueError:
-            continue
+            continue  # This pipeline has no such encoder.
         if need.total <= available:
-            return f"enable_omni_offload(pipe, components={list(components)}) needs {format_bytes(need.total)}."
-        smallest = need if smallest is None or need.total < smallest.total else smallest
-    if smallest is None:
-        return "Free some of the device's memory, or use fewer slots or resident layers."
-    return f"Even with its encoders streamed it needs {format_bytes(smallest.total)}: free some of the device's memory."
+            if device != resolve_device(None):
+                options["device"] = str(device)
+            arguments = ", ".join(f"{name}={value!r}" for name, value in options.items())
+            return f'enable_omni_offload(pipe, "layer", {arguments}) needs {format_bytes(need.total)}.'
+        smallest = need.total if smallest is None else min(smallest, need.total)
+    least = f"Whatever is streamed, it takes {format_bytes(smallest)}: " if smallest is not None else ""
+    return f"{least}free some of the device's memory."
 
 
 def _attach(pipe: Any, config: OffloadConfig, plan: ResolvedPlan, backend: LayerwiseBackend, undo: ExitStack) -> None:
     """Give the pipeline its handle and its composed class; `undo` gets the way back first."""
-    composed = composed_class(type(pipe))
+    composed = composed_class(type(pipe))  # type: ignore[arg-type]
     handle = OffloadHandle(pipe, config, plan, backend, disable_omni_offload)
     for path, module in handle.modules().items():
-        if module not in backend.components:
+        if owned_hook(module, COMPONENT_HOOK) is None:
             backend.add_resident(path, module, undo)
     undo.callback(_detach, pipe)
-    _handles(backend).add(handle)
+    register(handle)
     vars(pipe)[HANDLE_ATTRIBUTE] = handle
-    pipe.__class__ = composed  # type: ignore[assignment]
+    pipe.__class__ = composed
 
 
 def _detach(pipe: Any) -> None:
     pipe.__class__ = stock_class(type(pipe))
     vars(pipe).pop(HANDLE_ATTRIBUTE, None)
-
-
-# ---------------------------------------------------------------------- pipelines that share components
-
-_attached: weakref.WeakKeyDictionary[LayerwiseBackend, weakref.WeakSet[OffloadHandle]] = weakref.WeakKeyDictionary()
-
-
-def _handles(backend: LayerwiseBackend) -> weakref.WeakSet[OffloadHandle]:
-    return _attached.setdefault(backend, weakref.WeakSet())
-
-
-def _backend_of_sibling(pipe: Any, handle: OffloadHandle | None) -> LayerwiseBackend | None:
-    """The backend that offloads some of `pipe`'s components on behalf of another pipeline."""
-    for _, module in iterate_modules(pipe):
-        hook = hooks.owned_hook(module, hooks.COMPONENT_HOOK)
-        if hook is not None and (handle is None or hook.owner is not handle.backend):
-            return hook.owner
-    if handle is not None and any(h is not handle and h.is_enabled() for h in _handles(handle.backend)):
-        return handle.backend
-    return None
-
-
-def _require_same(backend: LayerwiseBackend, config: OffloadConfig, device: torch.device, plan: ResolvedPlan) -> None:
-    held: set[nn.Module] = {block for stack in (backend.plan.stacks if backend.plan else ()) for block in stack.blocks}
-    wanted = {block for stack in plan.stacks for block in stack.blocks}
-    if backend.config != config or backend.device != device or not wanted <= held:
-        names = ", ".join(stack.component for stack in plan.stacks)
-        raise ValueError(
-            f"{names}: another pipeline that shares these components has offloaded them already, with other options. "
-            "This pipeline runs as it is; to enable it too, use the same options, or call disable_omni_offload() there."
-        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import mmap
 import os
 import re
@@ -204,7 +205,7 @@ def test_layout_aligns_every_leaf_and_keeps_every_stride(dtype: torch.dtype) -> 
         assert placement.offset + placement.nbytes <= layout.nbytes
         assert (placement.dtype, placement.shape, placement.stride) == (dtype, tensor.shape, tensor.stride())
     occupied = sorted((p.offset, p.offset + p.nbytes) for p in layout.placements if p.nbytes)
-    assert all(stop <= start for (_, stop), (start, _) in zip(occupied, occupied[1:], strict=False))
+    assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(occupied))
     assert layout.is_disjoint
     buffer = torch.zeros(layout.nbytes, dtype=torch.uint8)
     layout.copy_to(buffer)
@@ -525,7 +526,7 @@ def test_a_buffer_is_registered_at_its_exact_size(nbytes: int) -> None:
     buffer.unpin()
     assert not buffer.is_pinned and platform.registered == {} and budget.pinned_bytes == 0
     buffer.bytes.fill_(3)
-    assert buffer.bytes.sum().item() == 3 * nbytes or nbytes > 1 << 60
+    assert buffer.bytes.eq(3).all()
 
 
 def test_a_buffer_that_goes_is_unregistered_though_its_memory_lives() -> None:
@@ -829,13 +830,13 @@ def test_ties_are_kept(
         check()
     handle.disable()
     for (path, index), (other, other_index) in pairs:
-        tensor_at(pipe.transformer, path).data[index] += 1
+        for edited in (twin, pipe):
+            tensor_at(edited.transformer, path).data[index] += 1
         assert tensor_at(pipe.transformer, path)[index] == tensor_at(pipe.transformer, other)[other_index]
-        tensor_at(pipe.transformer, path).data[index] -= 1
     for tensor in [*pipe.transformer.parameters(), *pipe.transformer.buffers()]:
         assert tensor.device.type == "cpu"
     pipe.enable_omni_offload("layer")
-    assert np.array_equal(tiny.run(pipe, call), tiny.run(twin, call)) or pairs
+    assert np.array_equal(tiny.run(pipe, call), tiny.run(twin, call))
 
 
 def test_a_tie_between_components(device: torch.device) -> None:
@@ -866,7 +867,7 @@ class OddBlock(nn.Module):
         self.transposed = nn.Parameter(noise(6, 32, seed=seed).t() / 60)
         self.image = nn.Parameter(noise(2, 3, 4, 4, seed=seed).contiguous(memory_format=torch.channels_last) / 60)
         self.scalar = nn.Parameter(noise(1, seed=seed)[0].clone() / 20)
-        self.double = nn.Parameter(noise(32, seed=seed + 1, dtype=torch.float64) / 20)
+        self.wide = nn.Parameter(noise(32, seed=seed + 1, dtype=torch.float64) / 20)
         self.empty = nn.Parameter(torch.empty(0, 4))
         self.phase = nn.Parameter(noise(32, seed=seed, dtype=torch.complex64) / 20)
         self.register_buffer("whole", noise(32, seed=seed).to(torch.int8))
@@ -876,7 +877,7 @@ class OddBlock(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         mixed = x + torch.tanh(x @ self.transposed).sum(-1, keepdim=True) * self.scalar + self.image.sum() / 100
-        mixed = mixed + (self.double.float() + self.phase.abs()) * 0.1 + self.whole.float() * 0.01 + self.expanded
+        mixed = mixed + (self.wide.float() + self.phase.abs()) * 0.1 + self.whole.float() * 0.01 + self.expanded
         return torch.tanh(torch.where(self.mask, mixed, -mixed) + self.steps * 0.001 + self.empty.sum())
 
 
@@ -947,4 +948,6 @@ def test_inference_mode_in_every_combination(device: torch.device, building: str
     with mode(enabling):
         handle.disable()
     assert all(parameter.is_inference() == is_inference and parameter.device == CPU for parameter in parameters)
-    assert np.array_equal(tiny.run(pipe.to(device), call), expected)
+    with mode(building):  # torch can't move inference tensors outside of it
+        pipe.to(device)
+    assert np.array_equal(tiny.run(pipe, call), expected)

@@ -27,7 +27,7 @@ class ManagedComponents:
     Args:
         device: the execution device.
         owner: what `hooks.ComponentHook.owner` names, so that a sibling pipeline finds it.
-        run: runs a component's forward, `run(forward, args, kwargs)`.
+        run: runs a component's forward, `run(path, forward, args, kwargs)`.
     """
 
     def __init__(self, device: torch.device, owner: object, run: Callable[..., Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,11 +25,22 @@ from diffusers_omni_offload.streaming.runner import BlockRunner
 from diffusers_omni_offload.streaming.scope import CallScope
 from diffusers_omni_offload.streaming.shared import SharedLeaves
 from diffusers_omni_offload.streaming.streamer import Streamer
-from diffusers_omni_offload.topology.plan import ResolvedPlan, format_bytes
+from diffusers_omni_offload.topology.plan import ResolvedComponent, ResolvedPlan, format_bytes
 from diffusers_omni_offload.topology.resolver import resolve_offload_plan
 from diffusers_omni_offload.weights.leaves import Leaf, find_leaves
 from diffusers_omni_offload.weights.master import Master
 from diffusers_omni_offload.weights.pinning import PinnedBudget
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Copies into slots, those a forward had to wait for, their bytes; device bytes and page-locked bytes held."""
+
+    loads: int = 0
+    demand_loads: int = 0
+    bytes_moved: int = 0
+    device_bytes: int = 0
+    pinned_bytes: int = 0
 
 
 class LayerwiseBackend(OffloadBackend):
@@ -58,6 +70,7 @@ class LayerwiseBackend(OffloadBackend):
         self._blocks: list[tuple[nn.Module, str]] = []
         self.components = ManagedComponents(self.device, self, self._run_component)
         self._shared_ids: set[int] = set()
+        self._resident_paths: set[str] = set()
         self._reported = self._said_slots_released = False
 
     # ------------------------------------------------------------------ lifecycle
@@ -109,10 +122,12 @@ class LayerwiseBackend(OffloadBackend):
         Raises:
             RuntimeError: a call is running.
         """
-        if not self._enabled:
-            return
-        if self.scope.is_open:
-            raise RuntimeError("Offload can't be disabled while a call is running: it is still using the slots.")
+        if self._enabled:
+            with self.scope.exclusive("disabled"):
+                self.tear_down()
+
+    def tear_down(self) -> None:
+        """`disable` for a caller that keeps calls out itself."""
         with ExitStack() as steps, on_device(self.device):
             steps.callback(self._forget)
             steps.callback(self.residency.move_to_host)
@@ -140,7 +155,14 @@ class LayerwiseBackend(OffloadBackend):
             for stack in plan.stacks
             for index in stack.streamed
         ]
-        for component in plan.components:
+        blocks = {id(block) for block, _ in streamed}
+        self._resident_paths = {
+            component.path
+            for component in plan.components
+            if not any(id(module) in blocks for module in component.module.modules())
+        }
+        components = self._not_borrowed(plan)
+        for component in components:
             self.residency.add(component.path, component.module)
         for block, _ in streamed:
             self.residency.stream(block)
@@ -166,9 +188,23 @@ class LayerwiseBackend(OffloadBackend):
                 hooks.install_innermost(block, hooks.BlockHook(full_path, number, self._runner.run), hooks.BLOCK_HOOK)
                 self._blocks.append((block, full_path))
                 number += 1
-        for component in plan.components:
+        for component in components:
             before = self.spare_slots if component.role == "vae" else None
             self.components.attach(component.path, component.module, undo, before)
+
+    def _not_borrowed(self, plan: ResolvedPlan) -> list[ResolvedComponent]:
+        """The components that no other backend looks after: those it places and hooks for both."""
+        ours = []
+        for component in plan.components:
+            hook = hooks.owned_hook(component.module, hooks.COMPONENT_HOOK)
+            if hook is None:
+                ours.append(component)
+            elif hook.owner.device != self.device:
+                raise ValueError(
+                    f"{component.path} is offloaded by another pipeline, which runs it on {str(hook.owner.device)!r}, "
+                    f"not {str(self.device)!r}. Use the same device, or call disable_omni_offload() there."
+                )
+        return ours
 
     def _pack(self, plan: ResolvedPlan, shared: list[Leaf], undo: ExitStack) -> None:
         packed: dict[int, Master] = {}
@@ -214,18 +250,22 @@ class LayerwiseBackend(OffloadBackend):
         self.residency.add(path, module)
         self.residency.place(undo)
         self.components.attach(path, module, undo, self.spare_slots if "vae" in path else None)
+        self._resident_paths.add(path)
 
     def remove_resident(self, module: nn.Module) -> None:
         """Let go of a component that isn't streamed; it stays where it is."""
         self.components.detach(module)
         self.residency.remove(module)
 
-    def _run_component(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _run_component(self, path: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self.shared is not None:
+            with self.scope, self.shared:
+                return forward(*args, **kwargs)
+        if path in self._resident_paths:
+            # It streams nothing, so it needs no scope, and a worker thread may run it beside a call.
+            return forward(*args, **kwargs)
         with self.scope:
-            if self.shared is None:
-                return forward(*args, **kwargs)
-            with self.shared:
-                return forward(*args, **kwargs)
+            return forward(*args, **kwargs)
 
     # ------------------------------------------------------------------ calls
 
@@ -284,20 +324,25 @@ class LayerwiseBackend(OffloadBackend):
     def _after_call(self) -> None:
         if self._reported or not self.streamer.loads:
             return
+        waited = self.streamer.stalls.stop() if self.platform.is_asynchronous else 0.0
+        if waited is None:
+            # A call of an encoder alone, say: too short for a verdict. The next one may do.
+            self.streamer.stalls.start()
+            return
         self._reported = True
-        logger.info("%s", first_call_summary(self._masters, self.streamer))
+        logger.info("%s", first_call_summary(self._masters, self.streamer, waited))
 
-    # ------------------------------------------------------------------ what it says
-
-    @property
-    def device_bytes(self) -> int:
-        """Device bytes of slots and of leaves shared by several blocks."""
-        return self.streamer.slots.nbytes + (0 if self.shared is None else self.shared.nbytes)
-
-    @property
-    def pinned_bytes(self) -> int:
-        """Page-locked host bytes."""
-        return self.budget.pinned_bytes
+    def counters(self) -> Counters:
+        """What was moved so far, and what is held now."""
+        streamer = self.streamer
+        shared = 0 if self.shared is None else self.shared.nbytes
+        return Counters(
+            loads=streamer.loads,
+            demand_loads=streamer.demand_loads,
+            bytes_moved=streamer.bytes_moved,
+            device_bytes=streamer.slots.nbytes + shared,
+            pinned_bytes=self.budget.pinned_bytes,
+        )
 
 
 @contextmanager

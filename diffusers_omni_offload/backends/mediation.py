@@ -8,8 +8,6 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-_ATTRIBUTES = ("_apply", "enable_group_offload")
-
 
 class Mediation:
     """Stands between a managed component and `.to()`, `.cuda()`, `.half()` ...: casts pass, moves don't.
@@ -34,8 +32,9 @@ class Mediation:
 
     def remove(self) -> None:
         """Give the module its methods back."""
-        for name in _ATTRIBUTES:
-            vars(self._module).pop(name, None)
+        for name, ours in (("_apply", self._apply), ("enable_group_offload", self._refuse_group_offload)):
+            if vars(self._module).get(name) == ours:
+                del vars(self._module)[name]
 
     def _apply(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         device = self._destination(function)

@@ -41,15 +41,20 @@ def warn_of_pageable(masters: Sequence[Master], budget: PinnedBudget) -> None:
         )
 
 
-def first_call_summary(masters: Sequence[Master], streamer: Streamer) -> str:
-    """One line: how much is pinned, how many loads came too late, and what limits the speed."""
+def first_call_summary(masters: Sequence[Master], streamer: Streamer, waited: float) -> str:
+    """One line: how much is pinned, how many loads came too late, and what limits the speed.
+
+    Args:
+        masters: every master.
+        streamer: what was streamed.
+        waited: the share of the time that the compute waited for weights.
+    """
     streamed = sum(master.nbytes for master in masters)
     pinned = sum(master.nbytes for master in masters if master.is_pinned)
-    waited = streamer.stalls.stop()
     if not streamer.platform.is_asynchronous:
         limit = "copies don't overlap on the CPU"
-    elif waited is None:
-        limit = "too few blocks ran to tell what limits the speed"
+    elif pinned < streamed:
+        limit = "transfer-bound (what isn't pinned is copied while the compute stands still)"
     else:
         bound = "transfer" if waited > _NOTICEABLE_WAIT else "compute"
         limit = f"{bound}-bound (the compute waited for weights {waited:.0%} of the time)"

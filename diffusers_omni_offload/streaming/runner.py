@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,6 @@ import torch
 
 from diffusers_omni_offload.streaming.scope import CallScope
 from diffusers_omni_offload.streaming.shared import SharedLeaves
-from diffusers_omni_offload.streaming.slots import Slot
 from diffusers_omni_offload.streaming.streamer import Streamer
 from diffusers_omni_offload.weights.master import Master
 
@@ -29,7 +29,7 @@ class BlockRunner:
         self._inspected: set[int] = set()
 
     def inspect_again(self) -> None:
-        """Look for outputs that are views of weights once more in each block's next forward."""
+        """Look once more, in each block's next forward, at what it does to its leaves and keeps of them."""
         self._inspected.clear()
 
     @torch.compiler.disable
@@ -62,6 +62,7 @@ class BlockRunner:
                 "that hold other blocks by then. Run it without CUDA graphs, or make it resident."
             )
         slot = streamer.enter(block)
+        assert slot is not None
         versions = master.versions()
         caches_casts = torch.is_autocast_enabled(self._device_type) and torch.is_autocast_cache_enabled()
         if caches_casts:
@@ -70,6 +71,8 @@ class BlockRunner:
         try:
             output = forward(*args, **kwargs)
             written = master.written_leaf(versions)
+            if written is None and block not in self._inspected:
+                written = master.replaced_leaf(slot.buffer)
         finally:
             if caches_casts:
                 torch.set_autocast_cache_enabled(True)
@@ -82,23 +85,14 @@ class BlockRunner:
             )
         if torch.is_grad_enabled() and _any_tensor(output, _needs_gradient):
             raise RuntimeError(_gradient_message(master.path, "its output"))
+        if _any_tensor(output, slot.holds):
+            raise RuntimeError(_view_message(f"{master.path} returned"))
         if block not in self._inspected:
-            self._refuse_views(master, slot, output)
+            kept = master.attribute_where(slot.holds)
+            if kept is not None:
+                raise RuntimeError(_view_message(f"{kept} keeps"))
             self._inspected.add(block)
         return output
-
-    def _refuse_views(self, master: Master, slot: Slot | None, output: Any) -> None:
-        assert slot is not None
-        storage = slot.buffer.untyped_storage().data_ptr()
-
-        def is_view(tensor: torch.Tensor) -> bool:
-            return tensor.device == slot.buffer.device and tensor.untyped_storage().data_ptr() == storage
-
-        if _any_tensor(output, is_view):
-            raise RuntimeError(
-                f"{master.path} returned a view of its own weights, which are overwritten once the block is over. "
-                "Return a copy (.clone()), or make the block resident."
-            )
 
 
 def _refuse_gradients(master: Master, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -115,6 +109,13 @@ def _gradient_message(path: str, what: str) -> str:
     )
 
 
+def _view_message(who: str) -> str:
+    return (
+        f"{who} a view of the block's own weights, which other blocks' weights overwrite once the block is over. "
+        "Take a copy (.clone()), or make the block resident."
+    )
+
+
 def _needs_gradient(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad
 
@@ -127,6 +128,6 @@ def _any_tensor(value: Any, test: Callable[[torch.Tensor], bool]) -> bool:
         return any(_any_tensor(item, test) for item in value)
     if isinstance(value, Mapping):
         return any(_any_tensor(item, test) for item in value.values())
-    if hasattr(value, "__dataclass_fields__"):
-        return any(_any_tensor(item, test) for item in vars(value).values())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return any(_any_tensor(getattr(value, field.name, None), test) for field in dataclasses.fields(value))
     return False

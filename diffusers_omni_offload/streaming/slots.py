@@ -36,6 +36,15 @@ class Slot:
         self.stream: Stream = platform.current_stream()
         self.free.record(self.stream)
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is a view of this buffer."""
+        buffer = self.buffer
+        return (
+            tensor.device == buffer.device
+            and tensor.layout is torch.strided
+            and tensor.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+        )
+
 
 class SlotPool:
     """`count` slots of one size, allocated together when first needed.

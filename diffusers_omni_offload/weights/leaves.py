@@ -47,7 +47,7 @@ def require_plain(leaf: Leaf) -> None:
     """Refuse a tensor whose bytes aren't all in its own storage.
 
     Raises:
-        TypeError: the tensor is of a subclass, or not strided.
+        TypeError: the tensor is of a subclass, not strided, or a conjugated or negated view.
         ValueError: the tensor is on the meta device.
     """
     tensor = leaf.tensor
@@ -56,6 +56,11 @@ def require_plain(leaf: Leaf) -> None:
         raise TypeError(
             f"{leaf.path} is a {kind}, whose bytes can't be streamed yet; plain parameters and buffers can. "
             "Load this component unquantized, or leave it out of `components`."
+        )
+    if tensor.is_conj() or tensor.is_neg():
+        raise TypeError(
+            f"{leaf.path} is a conjugated or negated view, whose bytes aren't its values. Replace it by "
+            ".resolve_conj().resolve_neg() before enabling."
         )
     if tensor.is_meta:
         raise ValueError(
@@ -195,6 +200,10 @@ def move_tensors(tensors: Sequence[torch.Tensor], device: torch.device) -> None:
         groups.setdefault(tensor.untyped_storage().data_ptr() or id(tensor), []).append(tensor)
     for group in groups.values():
         layout = Layout(group)
+        if any(tensor.is_conj() or tensor.is_neg() for tensor in group):
+            for tensor in group:
+                rebind(tensor, lambda tensor=tensor: tensor.data.to(device))  # type: ignore[misc]
+            continue
         if layout.is_disjoint:
             layout.forget_sources()
             for tensor in group:

@@ -112,6 +112,22 @@ class Master:
                 return self._paths[id(tensor)]
         return None
 
+    def replaced_leaf(self, buffer: torch.Tensor) -> str | None:
+        """The path of the first leaf that isn't the view of `buffer` any more that `bind` made it."""
+        for tensor, view in self.views_on(buffer):
+            if tensor.data_ptr() != view.data_ptr():
+                return self._paths[id(tensor)]
+        return None
+
+    def attribute_where(self, test: Callable[[torch.Tensor], bool]) -> str | None:
+        """The path of the first plain tensor attribute below the roots for which `test` holds."""
+        for root in self._roots:
+            for path, module in root.named_modules(prefix=self.path):
+                for name, value in vars(module).items():
+                    if isinstance(value, torch.Tensor) and test(value):
+                        return f"{path}.{name}"
+        return None
+
     def requires_grad(self) -> bool:
         """Whether any leaf asks for a gradient."""
         return any([tensor.requires_grad for tensor in self._tensors])
@@ -139,6 +155,9 @@ class Master:
             require_plain(leaf)
         tensors = [leaf.tensor for leaf in leaves]
         layout = Layout(tensors)
+        if self._buffer is not None:
+            # Between calls no copy is under way; the new buffer may need the budget of the old one.
+            self._buffer.unpin()
         buffer = HostBuffer(layout.nbytes, self._platform, self._budget)
         layout.copy_to(buffer.bytes)
         binding = [
@@ -154,9 +173,7 @@ class Master:
         self._bindings: dict[int, _Binding] = {}
         self.nbytes = layout.nbytes
         self.unbind()
-        previous, self._buffer = self._buffer, buffer
-        if previous is not None:
-            previous.unpin()
+        self._buffer = buffer
         self._snapshot = Snapshot([module for root in self._roots for module in root.modules()], tensors)
 
     @staticmethod

@@ -43,8 +43,14 @@ class PinnedBudget:
         return True
 
     def give_back(self, nbytes: int) -> None:
-        """Return what `take` counted."""
+        """Return what `take` counted; there is room again, so a refusal is forgotten."""
         self.pinned_bytes -= nbytes
+        self.refusal = None
+
+    def refuse(self, nbytes: int, error: BaseException) -> None:
+        """The platform refused what `take` counted: don't ask again until something was given back."""
+        self.give_back(nbytes)
+        self.refusal = str(error).splitlines()[0]
 
 
 class HostBuffer:
@@ -91,8 +97,7 @@ class HostBuffer:
         try:
             platform.register_host_memory(pointer, self.nbytes)
         except (RuntimeError, torch.OutOfMemoryError) as error:
-            budget.give_back(self.nbytes)
-            budget.refusal = str(error).splitlines()[0]
+            budget.refuse(self.nbytes, error)
             return
         except BaseException:
             budget.give_back(self.nbytes)
@@ -111,8 +116,7 @@ class HostBuffer:
         try:
             self.bytes = self._memory = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True)
         except (RuntimeError, torch.OutOfMemoryError) as error:
-            budget.give_back(charged)
-            budget.refusal = str(error).splitlines()[0]
+            budget.refuse(charged, error)
             return False
         except BaseException:
             budget.give_back(charged)

@@ -1,0 +1,338 @@
+"""Public cases of blocks and components that weren't found, and of state outside of blocks that was left behind."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+from torch import nn
+
+from diffusers_omni_offload import OffloadPlan
+from tests.comparing import assert_equal, leftovers, resident_output
+from tests.tiny import ToyDiT, ToyPipeline, build_flux2, build_sd3, build_toy, run
+from tests.tiny.toy import ToyBlock
+from tests.tiny.vaes import kl_vae
+
+
+def test_vllm_omni_1486_all_block_lists_stream_and_the_rest_is_on_the_device(device: torch.device) -> None:
+    """Only one of two block lists was streamed, and what the transformer holds directly stayed on the CPU."""
+    reference = resident_output(build_flux2, device)
+    pipe, call = build_flux2(3, 4)
+    handle = pipe.enable_omni_offload("layer")
+    (stack,) = handle.plan.stacks
+    assert len(stack.streamed) == 7
+    streamed = {id(tensor) for block in stack.blocks for tensor in [*block.parameters(), *block.buffers()]}
+    for component in (pipe.transformer, pipe.text_encoder, pipe.vae):
+        for name, tensor in [*component.named_parameters(), *component.named_buffers()]:
+            assert tensor.device.type == ("cpu" if id(tensor) in streamed else "sim"), name
+    assert_equal(run(pipe, call), reference)
+
+
+class _Inner(nn.Module):
+    def __init__(self, blocks: nn.ModuleList) -> None:
+        super().__init__()
+        self.layers = blocks
+
+
+class NestedDiT(ToyDiT):
+    """The blocks lie in a list of a child."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.block = _Inner(self.blocks)
+        del self.blocks
+
+    @property
+    def blocks_of_forward(self) -> nn.ModuleList:
+        return self.block.layers
+
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        hidden_states = self.proj_in(x)
+        for block in self.blocks_of_forward:
+            hidden_states = block(hidden_states)
+        return self.proj_out(self.norm(hidden_states))
+
+
+class PropertyDiT(NestedDiT):
+    """The same, and the declaration names a property."""
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        return self.block.layers
+
+
+class DictDiT(NestedDiT):
+    """The blocks lie in a dict of lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, last = nn.ModuleList(self.block.layers[:2]), nn.ModuleList(self.block.layers[2:])
+        del self.block
+        self.parts = nn.ModuleDict({"first": first, "last": last})
+
+    @property
+    def blocks_of_forward(self) -> Any:
+        return [*self.parts["first"], *self.parts["last"]]
+
+
+@pytest.mark.parametrize(
+    ("cls", "container"), [(NestedDiT, "block.layers"), (PropertyDiT, "layers"), (DictDiT, "parts")]
+)
+def test_vllm_omni_7186_blocks_are_found_by_identity_at_any_depth(
+    device: torch.device, cls: type[NestedDiT], container: str
+) -> None:
+    """The child that owns the blocks counted as non-block state, so enabling moved the whole model to the device."""
+
+    class Nested(ToyPipeline):
+        _dit_modules = ["transformer"]
+        _encoder_modules: list[str] = []
+        _offload_plan = OffloadPlan(block_attrs={"transformer": (container,)})
+
+    def build() -> tuple[Any, Callable[[], dict[str, Any]]]:
+        return Nested(cls().eval()), build_toy(4)[1]
+
+    reference = resident_output(build, device)
+    pipe, call = build()
+    torch.accelerator.reset_peak_memory_stats()
+    before = torch.accelerator.memory_allocated()
+    handle = pipe.enable_omni_offload("layer")
+    assert sum(len(stack.streamed) for stack in handle.plan.stacks) == 4
+    blocks = {id(tensor) for block in pipe.transformer.blocks_of_forward for tensor in block.state_dict().values()}
+    rest = [t for t in [*pipe.transformer.parameters(), *pipe.transformer.buffers()] if t.device.type == "sim"]
+    assert rest and not blocks & {id(tensor) for tensor in rest}
+    allowed = sum(-(-tensor.nbytes // 512) * 512 for tensor in rest) + handle.device_bytes + 2 * 512
+    assert torch.accelerator.max_memory_allocated() - before <= allowed
+    assert_equal(run(pipe, call), reference)
+
+
+def test_vllm_omni_2935_a_pipeline_within_a_pipeline_streams(device: torch.device) -> None:
+    """Offload silently did nothing for a pipeline that wraps another."""
+
+    class Outer(DiffusionPipeline):
+        _dit_modules = ["inner.transformer"]
+        _encoder_modules = ["inner.text_encoder"]
+        _vae_modules = ["inner.vae"]
+        _offload_plan = OffloadPlan(block_attrs={"inner.transformer": ("blocks",)})
+
+        def __init__(self, inner: ToyPipeline) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def __call__(self, **kwargs: Any) -> Any:
+            return self.inner(**kwargs)
+
+    reference = resident_output(lambda: build_toy(4, text_encoder=True, vae=True), device)
+    inner, call = build_toy(4, text_encoder=True, vae=True)
+    outer = Outer(inner)
+    handle = outer.enable_omni_offload("layer")
+    assert handle.plan.streamed_bytes > 0
+    for _ in range(2):
+        assert_equal(run(outer, call), reference)
+    assert handle.loads > 0 and handle.bytes_moved > 0
+    outer.disable_omni_offload()
+    assert leftovers(inner) == []
+
+
+def test_vllm_omni_2935_nothing_to_stream_is_an_error(device: torch.device) -> None:
+    """A model without repeated blocks, and a component that isn't there."""
+
+    class Flat(ToyPipeline):
+        _dit_modules = ["transformer"]
+        _encoder_modules: list[str] = []
+        _offload_plan = None
+
+    pipe = Flat(ToyDiT(3).eval())
+    with pytest.raises(ValueError, match="transformer.*declares no blocks"):
+        pipe.enable_omni_offload("layer")
+    with pytest.raises(ValueError, match="Did you mean 'dit'"):
+        pipe.enable_omni_offload("layer", components=["dt"])
+    assert pipe.omni_offload is None
+
+
+def test_diffusers_12319_convolutions_outside_of_any_list(device: torch.device) -> None:
+    """`quant_conv` and `post_quant_conv` of a VAE stayed on the CPU; both encode and decode are compared."""
+
+    def build() -> tuple[Any, Callable[[], dict[str, Any]]]:
+        pipe, call = build_sd3(t5=False)
+        pipe.vae = kl_vae(4, quant=True)
+        return pipe, call
+
+    reference = resident_output(build, device)
+    image = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    resident, _ = build()
+    with torch.no_grad():
+        encoded = resident.vae.to(device).encode(image.to(device)).latent_dist.mean.cpu()
+    pipe, call = build()
+    pipe.enable_omni_offload("layer")
+    assert_equal(run(pipe, call), reference)
+    with torch.no_grad():
+        # The input may come from the host: the entry point moves it.
+        assert torch.equal(pipe.vae.encode(image).latent_dist.mean.cpu(), encoded)
+
+
+class PlainTensorBlock(ToyBlock):
+    """Reads tensors that are neither parameters nor buffers."""
+
+    def __init__(self, registered: bool, **kwargs: Any) -> None:
+        super().__init__(32, 64, **kwargs)
+        scale = torch.linspace(0.5, 1.5, 32)
+        if registered:
+            self.register_buffer("plain_scale", scale, persistent=False)
+        else:
+            self.plain_scale = scale
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states) * self.plain_scale.to(hidden_states.device)
+
+
+@pytest.mark.parametrize("registered", [False, True])
+def test_vllm_omni_4247_plain_tensor_attributes_are_named(
+    device: torch.device, registered: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A weight that was kept as a plain attribute can't be seen by any offloader: say so, and what to do."""
+
+    def build() -> tuple[Any, Callable[[], dict[str, Any]]]:
+        pipe, call = build_toy(4)
+        pipe.transformer.blocks[1] = PlainTensorBlock(registered, seed=1).eval()
+        return pipe, call
+
+    reference = resident_output(build, device)
+    pipe, call = build()
+    with caplog.at_level(logging.WARNING, logger="diffusers_omni_offload"):
+        pipe.enable_omni_offload("layer")
+    warned = "transformer.blocks.1.plain_scale" in caplog.text and "buffers" in caplog.text
+    assert warned is not registered
+    for _ in range(2):
+        assert_equal(run(pipe, call), reference)
+
+
+class ManyBuffersBlock(ToyBlock):
+    """A persistent, a non-persistent and an integer buffer, and one in the module that has parameters as well."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(32, 64, seed=seed)
+        self.register_buffer("table", torch.linspace(0.1, 1, 32) * (seed + 1), persistent=True)
+        self.register_buffer("rotary", torch.linspace(-1, 1, 32).cos() * (seed + 1), persistent=False)
+        self.register_buffer("index", torch.randperm(32, generator=torch.Generator().manual_seed(seed)))
+        self.expand.register_buffer("offset", torch.linspace(0, 1, 64), persistent=False)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        for buffer in (self.table, self.rotary, self.index, self.expand.offset):
+            assert buffer.device == hidden_states.device
+        mixed = super().forward(hidden_states)[..., self.index]
+        return torch.tanh(mixed * self.table + self.rotary + self.expand.offset.mean())
+
+
+def test_accelerate_2701_every_kind_of_buffer(device: torch.device) -> None:
+    """Models with buffers didn't work with a per-layer offload; all kinds are in each block here."""
+
+    def build() -> tuple[Any, Callable[[], dict[str, Any]]]:
+        pipe, call = build_toy(4)
+        for index in range(4):
+            pipe.transformer.blocks[index] = ManyBuffersBlock(index).eval()
+        return pipe, call
+
+    reference = resident_output(build, device)
+    pipe, call = build()
+    fresh, _ = build()
+    pipe.enable_omni_offload("layer")
+    for _ in range(3):
+        assert_equal(run(pipe, call), reference)
+    pipe.disable_omni_offload()
+    for ours, theirs in zip(pipe.transformer.modules(), fresh.transformer.modules(), strict=True):
+        assert ours._non_persistent_buffers_set == theirs._non_persistent_buffers_set
+        for name, buffer in ours._buffers.items():
+            wanted = theirs._buffers[name]
+            assert buffer.dtype == wanted.dtype and buffer.device.type == "cpu" and torch.equal(buffer, wanted), name
+
+
+class TiedDiT(ToyDiT):
+    """An embedding whose weight is the head's too, and blocks that share one weight."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.embed = nn.Embedding(8, 32)
+        with torch.no_grad():
+            self.embed.weight.copy_(torch.randn(8, 32, generator=torch.Generator().manual_seed(1)))
+        self.head = nn.Linear(32, 8, bias=False)
+        self.head.weight = self.embed.weight
+        self.blocks[3].expand.weight = self.blocks[0].expand.weight
+        self.blocks[2].gate = self.blocks[1].gate
+        # Tied between a block and what isn't a block.
+        self.proj_in.bias = self.blocks[1].contract.bias
+
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return super().forward(x, **kwargs) + self.head(self.embed(x.argmax(-1)))
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_cache_dit_1111_tied_weights_have_one_copy(device: torch.device, sim: ModuleType, slots: int) -> None:
+    """Each side of a tie had a mirror of its own, and rebinding the one corrupted the other."""
+
+    def build() -> tuple[Any, Callable[[], dict[str, Any]]]:
+        return ToyPipeline(TiedDiT().eval()), build_toy(4)[1]
+
+    def assert_tied(dit: TiedDiT) -> None:
+        assert dit.head.weight is dit.embed.weight
+        assert dit.blocks[3].expand.weight is dit.blocks[0].expand.weight
+        assert dit.blocks[2].gate is dit.blocks[1].gate
+        assert dit.proj_in.bias is dit.blocks[1].contract.bias
+
+    reference = resident_output(build, device)
+    pipe, call = build()
+    pinned = sim.stats()["pinned_current"]
+    handle = pipe.enable_omni_offload("layer", slots=slots)
+    dit = pipe.transformer
+    checked: list[int] = []
+    dit.blocks[2].expand.register_forward_pre_hook(lambda *args: checked.append(assert_tied(dit) or 1))
+    for _ in range(3):
+        assert_tied(dit)
+        assert_equal(run(pipe, call), reference)
+    assert checked
+    unique = {id(t): -(-t.nbytes // 256) * 256 for b in dit.blocks for t in [*b.parameters(), *b.buffers()]}
+    assert sim.stats()["pinned_current"] - pinned == handle.pinned_bytes <= sum(unique.values())
+    pipe.disable_omni_offload()
+    assert_tied(dit)
+    assert leftovers(pipe) == []
+
+
+def test_vllm_omni_6456_placeholders_are_not_in_the_ring(device: torch.device) -> None:
+    """Entries without weights stood in the prefetch ring, so the prefetch that goes round never happened."""
+
+    class Doubling(nn.Module):
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            return hidden_states * 2
+
+    def build() -> tuple[Any, Callable[[], dict[str, Any]]]:
+        pipe, call = build_toy(4)
+        real = list(pipe.transformer.blocks)
+        pipe.transformer.blocks = nn.ModuleList([nn.Identity(), *real[:2], Doubling(), *real[2:], Doubling()])
+        return pipe, lambda: {**call(), "steps": 5}
+
+    reference = resident_output(build, device)
+    pipe, call = build()
+    handle = pipe.enable_omni_offload("layer")
+    (stack,) = handle.plan.stacks
+    assert len(stack.blocks) == 4 and not any(isinstance(block, (nn.Identity, Doubling)) for block in stack.blocks)
+    for _ in range(3):
+        before = handle.demand_loads
+        assert_equal(run(pipe, call), reference)
+        assert handle.demand_loads - before == 1
+
+
+def test_components_in_plain_containers_are_placed(device: torch.device) -> None:
+    """Modules that a pipeline holds in a list or dict that isn't registered are found all the same."""
+    pipe, call = build_toy(4)
+    pipe.extras = [nn.Linear(4, 4), {"not": "a module"}]
+    pipe.by_name = {"probe": nn.Linear(2, 2)}
+    pipe.holder = SimpleNamespace(module=nn.Linear(2, 2))
+    pipe.enable_omni_offload("layer")
+    assert pipe.extras[0].weight.device.type == "sim" and pipe.by_name["probe"].weight.device.type == "sim"
+    assert run(pipe, call).size
+    pipe.disable_omni_offload()
+    assert pipe.extras[0].weight.device.type == "cpu" and pipe.by_name["probe"].weight.device.type == "cpu"
