@@ -97,7 +97,7 @@ def composed_class(cls: type) -> type:
         handle = require_handle(self)
         callback = kwargs.get("callback_on_step_end")
         if callback is not None and not isinstance(callback, (PipelineCallback, MultiPipelineCallbacks)):
-            kwargs["callback_on_step_end"] = _with_settled_copies(callback, handle)
+            kwargs["callback_on_step_end"] = _with_edits(callback, handle)
         with handle.call():
             return cls.__call__(self, *args, **kwargs)
 
@@ -110,11 +110,11 @@ def stock_class(cls: type) -> type:
     return cls.__bases__[1] if OffloadedPipeline in cls.__bases__ else cls
 
 
-def _with_settled_copies(callback: Callable[..., Any], handle: OffloadHandle) -> Callable[..., Any]:
-    """`callback`, called with no copy in flight: it may edit weights whose prefetch had begun, and refresh then."""
+def _with_edits(callback: Callable[..., Any], handle: OffloadHandle) -> Callable[..., Any]:
+    """`callback`, called so that it may edit weights."""
 
-    def settled(*args: Any, **kwargs: Any) -> Any:
-        handle.backend.streamer.settle()
-        return callback(*args, **kwargs)
+    def edited(*args: Any, **kwargs: Any) -> Any:
+        with handle.backend.scope.edits():
+            return callback(*args, **kwargs)
 
-    return settled
+    return edited

@@ -175,7 +175,7 @@ class OffloadHandle:
                     self.backend.add_resident(path, now, undo)
                     undo.pop_all()
             if before is not None and before is not now and before in self.backend.components:
-                self.backend.remove_resident(before)
+                self.backend.remove_component(before)
             if now is not None:
                 self._modules[path] = now
             else:

@@ -189,12 +189,16 @@ def remove_owned(module: nn.Module, name: str) -> None:
     if registry is None or name not in registry.hooks:
         return
     index = registry._hook_order.index(name)
-    reference = registry._fn_refs[index]
+    hook, reference = registry.hooks[name], registry._fn_refs[index]
     if index + 1 < len(registry._fn_refs):
         outer = registry._fn_refs[index + 1]
-        attribute = "original_forward" if outer.original_forward is not None else "forward"
-        setattr(outer, attribute, reference.original_forward)
-    elif vars(module).get("forward") is not registry.hooks[name].installed:
+        # Both: `HookRegistry.remove_hook` may have put ours at `forward` although `original_forward` was its place.
+        for attribute in ("forward", "original_forward"):
+            function = getattr(outer, attribute)
+            if function is not None and function in (reference.forward, hook.installed):
+                setattr(outer, attribute, reference.original_forward)
+        reference.forward = reference.original_forward
+    elif vars(module).get("forward") is not hook.installed:
         # Somebody wrapped or replaced `forward` since: that stays, and what it may call of ours passes through.
         reference.forward = reference.original_forward
     elif _is_class_forward(module, reference.original_forward):

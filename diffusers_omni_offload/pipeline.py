@@ -129,7 +129,7 @@ def disable_omni_offload(pipe: Any) -> None:
         needed = {id(module) for other in others for module in other.modules().values()}
         for module in handle.modules().values():
             if id(module) not in needed and module in backend.components:
-                backend.remove_resident(module)
+                backend.remove_component(module)
 
 
 # ---------------------------------------------------------------------- enabling

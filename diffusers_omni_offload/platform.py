@@ -267,9 +267,11 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
                 'No accelerator was found. To run on the CPU, for a demo or a test, ask for it: device="cpu".'
             )
         device = accelerator
-    if isinstance(device, int) and accelerator is not None:
-        device = torch.device(accelerator.type, device)
+    if isinstance(device, bool):
+        raise ValueError(f"device={device!r} is not a device; name one, such as 'cuda:0', or an index.")
     try:
+        if isinstance(device, int) and accelerator is not None:
+            device = torch.device(accelerator.type, device)
         device = torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"device={device!r} is not a device that torch knows: {error}") from error

@@ -289,8 +289,8 @@ def test_saving_a_component(device: torch.device, tmp_path: Path, name: str) -> 
 @pytest.mark.parametrize(
     ("name", "edit"),
     [
-        # Its text encoder's vocabulary makes it slow.
-        pytest.param(name, edit, marks=[pytest.mark.slow] if name == "qwen_image" and index % 3 else [])
+        # Every edit on one pipeline and every third on the others; the rest when there is time.
+        pytest.param(name, edit, marks=[pytest.mark.slow] if name != "wan" and index % 3 else [])
         for name in NAMES
         for index, edit in enumerate(EDITS)
     ],
@@ -334,9 +334,16 @@ def check_edit_from_callback(twin: Any, pipe: Any, call: Callable[[], dict[str, 
     assert np.array_equal(tiny.run(pipe, call), tiny.run(twin, call))
 
 
-@names
-@pytest.mark.parametrize("edit", [add_to_data, replace_data, load_and_assign], ids=lambda edit: edit.__name__)
 @pytest.mark.parametrize("target", TARGETS[:3])
+@pytest.mark.parametrize(
+    ("name", "edit"),
+    [
+        pytest.param(name, edit, marks=[pytest.mark.slow] if name != "wan" and edit is not add_to_data else [])
+        for name in NAMES
+        for edit in (add_to_data, replace_data, load_and_assign)
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
 def test_edits_from_a_callback(
     device: torch.device, name: str, edit: Callable[[nn.Module, str], None], target: str
 ) -> None:

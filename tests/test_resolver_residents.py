@@ -14,14 +14,14 @@ from tests.resolving import BLOCKS, Stack, layer, legacy, pipeline, refuses, str
     ("count", "wanted", "spread"),
     [
         (4, 0, ()),
-        (4, 1, (0,)),
-        (4, 2, (0, 2)),
+        (4, 1, (2,)),
+        (4, 2, (1, 3)),
         (4, 3, (0, 2, 3)),
         (4, 4, (0, 1, 2, 3)),
         (4, 9, (0, 1, 2, 3)),
         (0, 3, ()),
-        (6, 2, (0, 3)),
-        (40, 20, tuple(range(0, 40, 2))),
+        (6, 2, (1, 4)),
+        (40, 20, tuple(range(1, 40, 2))),
     ],
 )
 def test_spread(count: int, wanted: int, spread: tuple[int, ...]) -> None:
@@ -38,7 +38,7 @@ def test_spread_is_even_all_around_the_ring(count: int) -> None:
         assert max(gaps) - min(gaps) <= 1
 
 
-@pytest.mark.parametrize(("policy", "expected"), [("spread", (0, 2, 4)), ("leading", (0, 1, 2))])
+@pytest.mark.parametrize(("policy", "expected"), [("spread", (1, 3, 5)), ("leading", (0, 1, 2))])
 def test_residents_of_a_stack(policy: str, expected: tuple[int, ...]) -> None:
     subject = pipeline({"transformer": Stack(blocks=6)}, block_attrs=BLOCKS, resident_dit_paths=["transformer"])
     config = layer(residents=3, resident_policy=policy)
@@ -70,7 +70,7 @@ def test_residents_only_where_they_are_declared() -> None:
         resident_dit_paths=["transformer_2"],
     )
     plan = resolve_offload_plan(subject, layer(residents=2))
-    assert [stack.resident for stack in plan.stacks] == [(), (0, 2)]
+    assert [stack.resident for stack in plan.stacks] == [(), (1, 3)]
     assert any("'transformer' isn't in resident_dit_paths" in note for note in plan.notes)
 
 

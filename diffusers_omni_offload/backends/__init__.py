@@ -9,7 +9,7 @@ from diffusers_omni_offload.backends.distributed import DistributedLayerwiseBack
 from diffusers_omni_offload.backends.layerwise import LayerwiseBackend
 from diffusers_omni_offload.config import OffloadConfig, OffloadStrategy
 from diffusers_omni_offload.messages import logger
-from diffusers_omni_offload.platform import is_supported
+from diffusers_omni_offload.platform import is_supported, resolve_device
 
 __all__ = ["DistributedLayerwiseBackend", "LayerwiseBackend", "OffloadBackend", "get_offload_backend"]
 
@@ -24,7 +24,7 @@ def get_offload_backend(config: OffloadConfig, device: torch.device) -> OffloadB
 
     Args:
         config: the configuration.
-        device: the execution device, with its index unless it is the CPU.
+        device: the execution device, the current one of its type if it has no index.
 
     Raises:
         NotImplementedError: the strategy, or an option of it, isn't there yet.
@@ -36,4 +36,4 @@ def get_offload_backend(config: OffloadConfig, device: torch.device) -> OffloadB
     if not is_supported(device):
         logger.warning("Offload is off: the device %r can't be streamed to.", str(device))
         return None
-    return _BACKENDS[config.strategy](config, device)
+    return _BACKENDS[config.strategy](config, resolve_device(device))

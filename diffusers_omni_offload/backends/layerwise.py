@@ -27,7 +27,7 @@ from diffusers_omni_offload.streaming.shared import SharedLeaves
 from diffusers_omni_offload.streaming.streamer import Streamer
 from diffusers_omni_offload.topology.plan import ResolvedComponent, ResolvedPlan, format_bytes
 from diffusers_omni_offload.topology.resolver import resolve_offload_plan
-from diffusers_omni_offload.weights.leaves import Leaf, find_leaves
+from diffusers_omni_offload.weights.leaves import Leaf, find_leaves, is_plain, move_tensors
 from diffusers_omni_offload.weights.master import Master
 from diffusers_omni_offload.weights.pinning import PinnedBudget
 
@@ -106,10 +106,12 @@ class LayerwiseBackend(OffloadBackend):
             self._build(plan, undo)
             self.plan = plan
             self._enabled = True
+            self.streamer.stalls.start()
             if finish is not None:
                 finish(undo)
             undo.pop_all()
-        self.streamer.stalls.start()
+        for master in self._masters:
+            master.commit()
         warn_of_plain_tensors(plan)
         if self.config.pin_memory is not False and self.platform.is_asynchronous:
             warn_of_pageable(self._masters, self.budget)
@@ -117,7 +119,8 @@ class LayerwiseBackend(OffloadBackend):
     def disable(self) -> None:
         """Remove our hooks, give device and pinned memory back and leave every tensor on the CPU.
 
-        Every step is tried, whatever fails; the first failure is raised at the end.
+        The tensors of a block that was streamed still share one allocation, of the block's size. Every step is tried,
+        whatever fails; the first failure is raised at the end.
 
         Raises:
             RuntimeError: a call is running.
@@ -237,6 +240,7 @@ class LayerwiseBackend(OffloadBackend):
         self._masters.append(master)
         undo.callback(master.restore_devices)
         undo.callback(master.release)
+        master.pack()
         return master
 
     def _held_ids(self) -> set[int]:
@@ -247,15 +251,33 @@ class LayerwiseBackend(OffloadBackend):
     def add_resident(self, path: str, module: nn.Module, undo: ExitStack) -> None:
         """Manage a component that came later: it lives on the device. `undo` gets the way back first."""
         undo.callback(self.residency.remove, module)
+        missing = sum(_nbytes_off(leaf, self.device) for leaf in find_leaves(module, path))
+        if self.platform.is_asynchronous and missing > self.platform.free_bytes():
+            raise RuntimeError(
+                f"{path} takes {format_bytes(missing)} on {str(self.device)!r}, which has "
+                f"{format_bytes(self.platform.free_bytes())} free. Free some of it, or enable with more components "
+                "streamed."
+            )
         self.residency.add(path, module)
         self.residency.place(undo)
         self.components.attach(path, module, undo, self.spare_slots if "vae" in path else None)
         self._resident_paths.add(path)
 
-    def remove_resident(self, module: nn.Module) -> None:
-        """Let go of a component that isn't streamed; it stays where it is."""
+    def remove_component(self, module: nn.Module) -> None:
+        """Let go of a component that no pipeline needs offloaded any more: its tensors end on the CPU."""
+        inside = {id(child) for child in module.modules()}
+        for number, (block, _) in enumerate(self._blocks):
+            master = self.streamer.masters[number]
+            if id(block) in inside:
+                hooks.remove_owned(block, hooks.BLOCK_HOOK)
+                if master is not None:
+                    self.streamer.retire(number)
+                    self._masters.remove(master)
+                    master.release()
         self.components.detach(module)
         self.residency.remove(module)
+        kept = {id(leaf.tensor) for leaf in self.residency.leaves()}
+        move_tensors([leaf.tensor for leaf in find_leaves(module, "", kept) if is_plain(leaf)], torch.device("cpu"))
 
     def _run_component(self, path: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.shared is not None:
@@ -269,8 +291,11 @@ class LayerwiseBackend(OffloadBackend):
 
     # ------------------------------------------------------------------ calls
 
-    def audit(self) -> None:
+    def audit(self) -> bool:
         """Make masters and residents agree with what the modules hold now. Under 1 ms for 1,000 leaves.
+
+        Returns:
+            Whether anything had changed, in-place edits aside.
 
         Raises:
             RuntimeError: somebody else took over a component's weights.
@@ -280,11 +305,13 @@ class LayerwiseBackend(OffloadBackend):
         if owner is not None:
             raise RuntimeError(foreign_message(self._blocks[0][1].rpartition(".")[0], owner))
         stale = [master for master in self._masters if not master.is_current()]
-        if stale or not self.residency.is_current():
+        has_changed = bool(stale) or not self.residency.is_current()
+        if has_changed:
             with on_device(self.device):
                 self._follow(stale)
         if self.shared is not None:
             self.shared.require_slot()
+        return has_changed
 
     def _follow(self, stale: list[Master]) -> None:
         self.components.require_ours_throughout()
@@ -297,7 +324,7 @@ class LayerwiseBackend(OffloadBackend):
                 "Call disable_omni_offload() and enable_omni_offload() again."
             )
         for master in stale:
-            master.repack()
+            master.pack()
             return_freed_host_memory()
         self.residency.excluded = self._held_ids()
         self.residency.place()
@@ -343,6 +370,10 @@ class LayerwiseBackend(OffloadBackend):
             device_bytes=streamer.slots.nbytes + shared,
             pinned_bytes=self.budget.pinned_bytes,
         )
+
+
+def _nbytes_off(leaf: Leaf, device: torch.device) -> int:
+    return 0 if leaf.tensor.device == device else leaf.tensor.numel() * leaf.tensor.element_size()
 
 
 @contextmanager

@@ -10,9 +10,10 @@ from torch import nn
 
 from diffusers_omni_offload import hooks
 from diffusers_omni_offload.backends.residency import require_placeable
+from diffusers_omni_offload.backends.sharing import shared_leaves
 from diffusers_omni_offload.platform import Platform
 from diffusers_omni_offload.topology.plan import ResolvedPlan, format_bytes
-from diffusers_omni_offload.weights.leaves import ALIGNMENT, find_leaves, require_plain
+from diffusers_omni_offload.weights.leaves import ALIGNMENT, Leaf, find_leaves, require_plain
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class DeviceNeed:
     Attributes:
         state: non-block state and components that aren't streamed, as far as they aren't on the device.
         residents: resident blocks, likewise.
-        slots: the slots.
+        slots: the slots, and the buffer of leaves that several blocks share.
         freed: streamed blocks that are on the device now and will leave it.
     """
 
@@ -48,7 +49,10 @@ class DeviceNeed:
 def device_need(plan: ResolvedPlan, device: torch.device, slots: int) -> DeviceNeed:
     """What `plan` takes on `device` with `slots` slots, from shapes and dtypes."""
     freed = residents = largest = 0
-    counted: set[int] = set()
+    shared = _shared(plan)
+    counted = {id(leaf.tensor) for leaf in shared}
+    apart = sum(-(-_nbytes(leaf.tensor) // ALIGNMENT) * ALIGNMENT for leaf in shared)
+    freed += sum(_nbytes(leaf.tensor) for leaf in shared if leaf.tensor.device == device)
     for stack in plan.stacks:
         kept = set(stack.resident)
         for index, block in enumerate(stack.blocks):
@@ -67,7 +71,22 @@ def device_need(plan: ResolvedPlan, device: torch.device, slots: int) -> DeviceN
         leaves = find_leaves(component.module, "", counted)
         counted.update(id(leaf.tensor) for leaf in leaves)
         state += sum(_nbytes(leaf.tensor) for leaf in leaves if leaf.tensor.device != device)
-    return DeviceNeed(state, residents, slots * largest, freed)
+    return DeviceNeed(state, residents, slots * largest + apart, freed)
+
+
+def _shared(plan: ResolvedPlan) -> list[Leaf]:
+    streamed = [stack.blocks[index] for stack in plan.stacks for index in stack.streamed]
+    inside = {id(module) for block in streamed for module in block.modules()}
+    elsewhere = [
+        Leaf(tensor, "")
+        for component in plan.components
+        for module in component.module.modules()
+        if id(module) not in inside
+        for table in (module._parameters, module._buffers)
+        for tensor in table.values()
+        if tensor is not None
+    ]
+    return shared_leaves([find_leaves(block, "") for block in streamed], elsewhere)
 
 
 def require_memory(

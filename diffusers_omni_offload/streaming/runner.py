@@ -58,8 +58,8 @@ class BlockRunner:
             _refuse_gradients(master, args, kwargs)
         if streamer.platform.is_capturing():
             raise RuntimeError(
-                f"{master.path} is streamed, and its stream is being captured into a graph: a replay would read slots "
-                "that hold other blocks by then. Run it without CUDA graphs, or make it resident."
+                f"{master.path} is streamed, and its stream is being captured into a graph: a replay would read "
+                "slots that hold other blocks by then. Run it without CUDA graphs, or leave its component out of `components`."
             )
         slot = streamer.enter(block)
         assert slot is not None
@@ -81,7 +81,7 @@ class BlockRunner:
             raise RuntimeError(
                 f"{written} was written to during its block's forward. A streamed block may only read its weights and "
                 "buffers, since what it writes goes to a slot and is lost. Call .eval() on the component if this is "
-                "a running statistic, or make the block resident."
+                "a running statistic, or leave the component out of `components`."
             )
         if torch.is_grad_enabled() and _any_tensor(output, _needs_gradient):
             raise RuntimeError(_gradient_message(master.path, "its output"))
@@ -112,7 +112,7 @@ def _gradient_message(path: str, what: str) -> str:
 def _view_message(who: str) -> str:
     return (
         f"{who} a view of the block's own weights, which other blocks' weights overwrite once the block is over. "
-        "Take a copy (.clone()), or make the block resident."
+        "Take a copy (.clone()), or leave the component out of `components`."
     )
 
 

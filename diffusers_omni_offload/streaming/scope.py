@@ -22,11 +22,12 @@ class CallScope:
 
     Args:
         streamer: what is streamed.
-        audit: makes masters and residents agree with the modules; may raise, and then the scope isn't entered.
+        audit: makes masters and residents agree with the modules, and returns whether they didn't; may raise, and then
+            the scope isn't entered.
         after_call: called once a call has ended without an error.
     """
 
-    def __init__(self, streamer: Streamer, audit: Callable[[], None], after_call: Callable[[], None]) -> None:
+    def __init__(self, streamer: Streamer, audit: Callable[[], bool], after_call: Callable[[], None]) -> None:
         self._streamer, self._audit, self._after_call = streamer, audit, after_call
         # Not an RLock: a generator may leave the scope on another thread than the one that it entered it on.
         self._lock = threading.Lock()
@@ -52,6 +53,18 @@ class CallScope:
         self._audit()
         self._streamer.slots.forget()
         self._streamer.require_slots()
+
+    @contextmanager
+    def edits(self) -> Iterator[None]:
+        """Between forwards of a call, the body may edit weights: no copy is in flight meanwhile.
+
+        What it replaces counts from then on; what it edits in place does after `refresh()`.
+        """
+        self._streamer.settle()
+        yield
+        if self._audit():
+            self._streamer.slots.forget()
+            self._streamer.require_slots()
 
     @contextmanager
     def exclusive(self, what: str) -> Iterator[None]:

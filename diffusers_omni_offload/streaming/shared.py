@@ -37,7 +37,8 @@ class SharedLeaves:
         return self._depth > 0
 
     def require_slot(self) -> None:
-        """Allocate the buffer, or a larger one; what it held isn't believed."""
+        """Between forwards: allocate the buffer, or a larger one; what it held isn't believed."""
+        self._depth = 0
         if self._slot is None or self._slot.buffer.numel() < self.master.nbytes:
             self.master.forget_views()
             self._slot = None

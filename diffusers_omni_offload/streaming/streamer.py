@@ -55,6 +55,11 @@ class Streamer:
         self.order.add_stack(numbers)
         return numbers
 
+    def retire(self, block: int) -> None:
+        """`block` won't run any more."""
+        self.masters[block] = None
+        self._residents.add(block)
+
     @property
     def slot_nbytes(self) -> int:
         """Bytes of the largest streamed block."""

@@ -43,6 +43,11 @@ def find_leaves(module: nn.Module, path: str, exclude: AbstractSet[int] = frozen
     return leaves
 
 
+def is_plain(leaf: Leaf) -> bool:
+    """Whether all of the leaf's bytes are in its own storage."""
+    return type(leaf.tensor) in PLAIN_TYPES and leaf.tensor.layout is torch.strided
+
+
 def require_plain(leaf: Leaf) -> None:
     """Refuse a tensor whose bytes aren't all in its own storage.
 
@@ -51,7 +56,7 @@ def require_plain(leaf: Leaf) -> None:
         ValueError: the tensor is on the meta device.
     """
     tensor = leaf.tensor
-    if type(tensor) not in PLAIN_TYPES or tensor.layout is not torch.strided:
+    if not is_plain(leaf):
         kind = type(tensor).__name__ if type(tensor) not in PLAIN_TYPES else f"{tensor.layout} tensor"
         raise TypeError(
             f"{leaf.path} is a {kind}, whose bytes can't be streamed yet; plain parameters and buffers can. "

@@ -16,7 +16,7 @@ _Binding = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Master:
-    """The packed host copy of some leaves.
+    """The packed host copy of some leaves; `pack` makes it.
 
     Between forwards the leaves are views of the host buffer, so reading or editing them reads or edits the truth;
     inside a forward `bind` makes them views of a slot.
@@ -30,9 +30,7 @@ class Master:
 
     Attributes:
         nbytes: size of the packed leaves in bytes.
-
-    Raises:
-        TypeError, ValueError: a leaf can't be packed (`require_plain`); nothing was changed.
+        tensors: the leaves, as the objects that the modules hold.
     """
 
     def __init__(
@@ -47,8 +45,12 @@ class Master:
         self._find, self._roots = find, roots
         self._platform, self._budget = platform, budget
         self._buffer: HostBuffer | None = None
-        self._original_devices: dict[int, torch.device] = {}
-        self._pack()
+        self.nbytes = 0
+        self.tensors: list[torch.Tensor] = []
+        self._original_devices: list[tuple[torch.Tensor, torch.device]] = []
+        self._bindings: dict[int, _Binding] = {}
+        self._is_disjoint = False
+        self._snapshot: Snapshot | None = None
 
     @property
     def is_pinned(self) -> bool:
@@ -61,18 +63,23 @@ class Master:
         assert self._buffer is not None
         return self._buffer.bytes
 
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """The leaves, as the objects that the modules hold."""
-        return self._tensors
-
     def is_current(self) -> bool:
         """Whether the modules still hold these leaves, and the leaves these bytes."""
-        return self._snapshot.is_current()
+        return self._snapshot is not None and self._snapshot.is_current()
 
-    def repack(self) -> None:
-        """Take the leaves as they are now; what is new or was replaced is read from where it is."""
-        self._pack()
+    @torch.inference_mode(False)
+    def pack(self) -> None:
+        """Take the leaves as they are now; what is new or was replaced is read from where it is.
+
+        Raises:
+            TypeError, ValueError: a leaf can't be packed (`require_plain`); nothing was changed.
+        """
+        leaves = self._find()
+        for leaf in leaves:
+            require_plain(leaf)
+        if not self._take_in_place([leaf.tensor for leaf in leaves]):
+            self._take_anew(leaves)
+        self._snapshot = Snapshot([module for root in self._roots for module in root.modules()], self.tensors)
 
     def views_on(self, buffer: torch.Tensor) -> _Binding:
         """The leaves paired with their views of `buffer`, a uint8 tensor of at least `nbytes`; made once a buffer."""
@@ -81,7 +88,7 @@ class Master:
             with torch.inference_mode(False):
                 binding = self._bindings[id(buffer)] = [
                     (tensor, self._view_in_mode(tensor, buffer[p.offset : p.offset + p.nbytes], p))
-                    for tensor, p in zip(self._tensors, self._placements, strict=True)
+                    for tensor, p in zip(self.tensors, self._placements, strict=True)
                 ]
         return binding
 
@@ -130,7 +137,7 @@ class Master:
 
     def requires_grad(self) -> bool:
         """Whether any leaf asks for a gradient."""
-        return any([tensor.requires_grad for tensor in self._tensors])
+        return any([tensor.requires_grad for tensor in self.tensors])
 
     def release(self) -> None:
         """Unlock the host buffer; the leaves stay views of it, ordinary CPU tensors."""
@@ -139,22 +146,35 @@ class Master:
             self._buffer.unpin()
 
     def restore_devices(self) -> None:
-        """Put every leaf back on the device that it was packed from; for an enable that failed."""
+        """Put every leaf back on the device that it was packed from at first; for an enable that failed."""
         by_device: dict[torch.device, list[torch.Tensor]] = {}
-        for tensor in self._tensors:
-            device = self._original_devices.get(id(tensor))
-            if device is not None:
-                by_device.setdefault(device, []).append(tensor)
+        for tensor, device in self._original_devices:
+            by_device.setdefault(device, []).append(tensor)
         for device, tensors in by_device.items():
             move_tensors(tensors, device)
 
-    @torch.inference_mode(False)
-    def _pack(self) -> None:
-        leaves = self._find()
-        for leaf in leaves:
-            require_plain(leaf)
+    def commit(self) -> None:
+        """There is no way back any more: forget where the leaves were."""
+        self._original_devices = []
+
+    def _take_in_place(self, tensors: list[torch.Tensor]) -> bool:
+        """Copy what was replaced into the bytes that are there, if it fits there; aliases of the rest stay true."""
+        if not self._is_disjoint or list(map(id, tensors)) != list(map(id, self.tensors)):
+            return False
+        for tensor, p in zip(tensors, self._placements, strict=True):
+            if (tensor.dtype, tensor.shape, tensor.stride()) != (p.dtype, p.shape, p.stride):
+                return False
+        for tensor, view in self._host_binding:
+            if tensor.data_ptr() != view.data_ptr():
+                view.copy_(tensor.data)
+                tensor.data = view
+        return True
+
+    def _take_anew(self, leaves: list[Leaf]) -> None:
+        """Pack the leaves into a buffer of their own."""
         tensors = [leaf.tensor for leaf in leaves]
         layout = Layout(tensors)
+        is_disjoint = layout.is_disjoint
         if self._buffer is not None:
             # Between calls no copy is under way; the new buffer may need the budget of the old one.
             self._buffer.unpin()
@@ -165,16 +185,14 @@ class Master:
             for tensor, p in zip(tensors, layout.placements, strict=True)
         ]
         # From here on nothing can fail: the leaves change from one complete set of bytes to another.
-        if not self._original_devices:
-            self._original_devices = {id(tensor): tensor.device for tensor in tensors}
-        self._tensors, self._placements, self._host_binding = tensors, layout.placements, binding
+        if self._buffer is None:
+            self._original_devices = [(tensor, tensor.device) for tensor in tensors]
+        self.tensors, self._placements, self._host_binding = tensors, layout.placements, binding
         self._tracked = [tensor for tensor in tensors if not tensor.is_inference()]
         self._paths = {id(leaf.tensor): leaf.path for leaf in leaves}
-        self._bindings: dict[int, _Binding] = {}
-        self.nbytes = layout.nbytes
+        self._bindings, self._is_disjoint = {}, is_disjoint
+        self.nbytes, self._buffer = layout.nbytes, buffer
         self.unbind()
-        self._buffer = buffer
-        self._snapshot = Snapshot([module for root in self._roots for module in root.modules()], tensors)
 
     @staticmethod
     def _view_in_mode(tensor: torch.Tensor, source: torch.Tensor, placement: Placement) -> torch.Tensor:
