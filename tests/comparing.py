@@ -18,7 +18,14 @@ Call = Callable[[], dict[str, Any]]
 Build = Callable[[], tuple[Any, Call]]
 
 #: Instance attributes that offload may put on a module; none may be left when it is off.
-_INSTANCE_ATTRIBUTES = ("_hf_hook", "_diffusers_hook", "forward", "_apply", "enable_group_offload", "_omni_offload_handle")
+_INSTANCE_ATTRIBUTES = (
+    "_hf_hook",
+    "_diffusers_hook",
+    "forward",
+    "_apply",
+    "enable_group_offload",
+    "_omni_offload_handle",
+)
 
 
 def resident_output(build: Build, device: torch.device, calls: int = 1) -> np.ndarray:
@@ -44,7 +51,9 @@ def modules(pipe: Any) -> Iterator[tuple[str, nn.Module]]:
 
 def leftovers(pipe: Any) -> list[str]:
     """What a pipeline without offload must not have: instance attributes of hooks, and a composed class."""
-    found = [f"{path}.{name}" for path, module in modules(pipe) for name in _INSTANCE_ATTRIBUTES if name in vars(module)]
+    found = [
+        f"{path}.{name}" for path, module in modules(pipe) for name in _INSTANCE_ATTRIBUTES if name in vars(module)
+    ]
     found += [f"pipe.{name}" for name in _INSTANCE_ATTRIBUTES if name in vars(pipe)]
     if any(cls.__name__ == "OffloadedPipeline" for cls in inspect.getmro(type(pipe))):
         found.append("the composed class")

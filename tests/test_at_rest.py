@@ -512,7 +512,7 @@ def sibling(pipe: Any, name: str, call: Callable[[], dict[str, Any]], **argument
 @names
 @pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16], ids=str)
 def test_a_sibling_runs_and_sees_edits(device: torch.device, name: str, dtype: torch.dtype | None) -> None:
-    arguments = {} if dtype is None else {"torch_dtype": dtype}
+    arguments = {} if dtype is None else {"dtype": dtype}
     twin = resident(name, device)
     pipe, call = offloaded(name)
     indices = placed_indices(pipe, name)

@@ -205,12 +205,16 @@ def test_fitdit_5_cuda_functions_are_never_touched(device: torch.device, monkeyp
         pipe.disable_omni_offload()
 
 
+@pytest.mark.processes
 def test_dashai_565_a_machine_without_an_accelerator() -> None:
     """A clear sentence instead of an error from a library for a device that isn't there."""
     program = """
 import diffusers_omni_offload
-from tests.tiny import build_toy
+import torch
+from tests.tiny import build_toy, run
+assert torch.accelerator.current_accelerator(check_available=True) is None
 pipe, call = build_toy(4)
+reference = run(pipe, call)
 try:
     pipe.enable_omni_offload("layer")
 except ValueError as error:
@@ -219,6 +223,9 @@ try:
     pipe.enable_omni_offload("layer", device="cuda")
 except ValueError as error:
     print(error)
+assert pipe.omni_offload is None
+pipe.enable_omni_offload("layer", device="cpu")
+assert (run(pipe, call) == reference).all()
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     first, second = result.stdout.splitlines()

@@ -148,7 +148,7 @@ def test_vllm_omni_2935_nothing_to_stream_is_an_error(device: torch.device) -> N
         _offload_plan = None
 
     pipe = Flat(ToyDiT(3).eval())
-    with pytest.raises(ValueError, match="transformer.*declares no blocks"):
+    with pytest.raises(ValueError, match=r"transformer.*declares no blocks"):
         pipe.enable_omni_offload("layer")
     with pytest.raises(ValueError, match="Did you mean 'dit'"):
         pipe.enable_omni_offload("layer", components=["dt"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -136,7 +137,7 @@ def test_diffusers_11041_wan_latents_are_equal_at_every_step(
 
     resident, call = build_wan()
     expected = latents(resident.to(device), call)
-    assert len(expected) == 4 and not any(torch.equal(a, b) for a, b in zip(expected, expected[1:], strict=False))
+    assert len(expected) == 4 and not any(torch.equal(a, b) for a, b in itertools.pairwise(expected))
     sim.configure(**link)
     pipe, call = build_wan()
     pipe.enable_omni_offload("layer", components=["dit", "text_encoder"])
@@ -169,9 +170,7 @@ def test_diffusers_11307_registration_order_is_not_execution_order(device: torch
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 4])
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 6, 7])
-def test_vllm_54975_each_block_runs_in_a_slot_that_holds_it(
-    device: torch.device, count: int, slots: int
-) -> None:
+def test_vllm_54975_each_block_runs_in_a_slot_that_holds_it(device: torch.device, count: int, slots: int) -> None:
     """A ring overwrote a slot that was still needed when the number of blocks was no multiple of its depth."""
     reference = resident_output(lambda: build_toy(count), device)
     pipe, call = build_toy(count)
@@ -198,7 +197,7 @@ def test_vllm_54975_each_block_runs_in_a_slot_that_holds_it(
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_sglang_16066_the_second_call_finds_the_first_block(device: torch.device, slots: int) -> None:
     """Block 0 was released at the end of a call, and nobody loaded it for the next; the calls differ in size too."""
-    resident, call = build_toy(4)
+    resident, _ = build_toy(4)
     resident.to(device)
     pipe, _ = build_toy(4)
     pipe.enable_omni_offload("layer", slots=slots)

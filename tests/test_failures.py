@@ -113,13 +113,9 @@ def test_enable_is_all_or_nothing(
     original = vars(owner)[name]
     if name in ("__init__", "attach") or not isinstance(owner, type):
         original = getattr(owner, name)
-    if name == "rebind" and start:
-        pytest.skip("nothing has to be moved to the device")
     wrapped, calls = failing(original, at, error)
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, staticmethod(wrapped) if name == "attach" else wrapped)
-        if step.startswith("placing a later") and start or step == "placing the first tensor" and start:
-            pytest.skip("nothing has to be moved to the device")
         with pytest.raises(error, match="injected"):
             pipe.enable_omni_offload("layer")
     assert len(calls) > at
@@ -282,11 +278,17 @@ def test_an_interrupt_at_any_function_of_a_call_leaves_a_pipeline_that_works(dev
     failures = []
     before = State.of(pipe)
     for at in _points(entered):
-        if not _interrupted(lambda pipe=pipe: run(pipe, call), at):
+        if not _interrupted(lambda pipe=pipe, call=call: run(pipe, call), at):
             continue
         try:
+            # Nothing can keep an interrupt from the first instruction of an __exit__: that scope stays open.
+            is_exit = at[0].endswith("__exit__")
+            assert is_exit or not pipe.omni_offload.backend.scope.is_open
             assert_equal(run(pipe, call), reference)
             before.assert_same(State.of(pipe))
+            if is_exit:
+                pipe, call = enabled()
+                before = State.of(pipe)
         except (AssertionError, RuntimeError) as error:
             failures.append(f"{at} of {entered[at[0]]}: {str(error).splitlines()[:1]}")
             pipe, call = enabled()
@@ -298,7 +300,9 @@ def test_an_interrupt_at_any_function_of_a_call_leaves_a_pipeline_that_works(dev
 
 
 @pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize("step", ["packing the fourth block", "the second slot", "the fifth block's hook", "the handle"])
+@pytest.mark.parametrize(
+    "step", ["packing the fourth block", "the second slot", "the fifth block's hook", "the handle"]
+)
 def test_a_reconfiguration_that_fails_keeps_the_old_configuration(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, step: str, error: type[BaseException]
 ) -> None:
@@ -361,7 +365,9 @@ CALL_ERRORS = [*ERRORS, ValueError]
 
 
 @pytest.mark.parametrize("error", CALL_ERRORS)
-@pytest.mark.parametrize("where", ["first block", "middle block", "last block", "second DiT", "submodule", "vae", "encoder"])
+@pytest.mark.parametrize(
+    "where", ["first block", "middle block", "last block", "second DiT", "submodule", "vae", "encoder"]
+)
 def test_a_forward_that_fails(device: torch.device, sim: ModuleType, where: str, error: type[BaseException]) -> None:
     pipe, call = build()
     module = {
@@ -378,7 +384,7 @@ def test_a_forward_that_fails(device: torch.device, sim: ModuleType, where: str,
     held = _memory(sim)
     before = State.of(pipe)
     remove = _raise_in(module, error)
-    with pytest.raises(error, match="^injected$"):
+    with pytest.raises(error, match=r"^injected$"):
         run(pipe, call)
     remove()
     before.assert_same(State.of(pipe))

@@ -41,6 +41,7 @@ def full_toy() -> tuple[Any, Callable[[], dict[str, Any]]]:
 # ---------------------------------------------------------------------- the line
 
 
+@pytest.mark.processes
 def test_importing_changes_nothing_else_of_diffusers() -> None:
     """In a process of its own: the attributes of diffusers' classes and hook modules before and after the import."""
     program = """
@@ -214,7 +215,7 @@ def test_the_handle_prints_what_matters(device: torch.device) -> None:
     handle = pipe.enable_omni_offload("layer", layer_options={"dit": {"resident_layers": 2}})
     run(pipe, call)
     text = repr(handle)
-    for part in ("enabled on 'sim:0'", f"{handle.loads} loads", "pinned", "2 of 4 blocks streamed", "2 resident"):
+    for part in ("<OffloadHandle enabled", f"{handle.loads} loads", "pinned", "2 of 4 blocks streamed", "2 resident"):
         assert part in text, text
     for component in ("transformer", "text_encoder", "vae"):
         assert component in text
@@ -272,28 +273,6 @@ def test_cpu_on_request(device: torch.device) -> None:
     assert handle.loads > 0 and handle.pinned_bytes == 0
 
 
-def test_without_an_accelerator_the_cpu_has_to_be_asked_for() -> None:
-    """In a process of its own, where no device is registered."""
-    program = """
-import torch
-from tests.tiny import build_toy, run
-import diffusers_omni_offload
-assert torch.accelerator.current_accelerator(check_available=True) is None
-pipe, call = build_toy(4)
-reference = run(pipe, call)
-try:
-    pipe.enable_omni_offload("layer")
-except ValueError as error:
-    print(error)
-assert pipe.omni_offload is None
-pipe.enable_omni_offload("layer", device="cpu")
-assert (run(pipe, call) == reference).all()
-"""
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert 'device="cpu"' in result.stdout
-
-
 # ---------------------------------------------------------------------- the backend alone
 
 
@@ -301,7 +280,10 @@ assert (run(pipe, call) == reference).all()
     ("config", "kind"),
     [
         (OffloadConfig.from_options("layer"), LayerwiseBackend),
-        (OffloadConfig.from_options("layer", layer_options={"dit": {"resident_layers": 1}}), DistributedLayerwiseBackend),
+        (
+            OffloadConfig.from_options("layer", layer_options={"dit": {"resident_layers": 1}}),
+            DistributedLayerwiseBackend,
+        ),
     ],
 )
 def test_get_offload_backend(device: torch.device, config: OffloadConfig, kind: type) -> None:
@@ -417,7 +399,7 @@ def test_weights_made_under_inference_mode(device: torch.device) -> None:
 
 @pytest.mark.parametrize("slots", [1, 2])
 def test_autocast_keeps_no_cast_of_a_slot(device: torch.device, slots: int) -> None:
-    """Autocast caches the cast of a weight by the tensor object, which is the same when its slot holds another block."""
+    """Autocast caches the cast of a weight by the tensor object, whatever slot that is bound to."""
     pipe, _ = build_toy(4)
     pipe.transformer.requires_grad_(True)
     x = torch.randn(1, 4, 8, generator=torch.Generator().manual_seed(0))
@@ -653,16 +635,15 @@ def test_a_deleted_pipeline_is_gone(device: torch.device, sim: ModuleType) -> No
     pipe, call = full_toy()
     handle = pipe.enable_omni_offload("layer", components=["dit", "text_encoder"])
     run(pipe, call)
-    gone = [weakref.ref(thing) for thing in (pipe, handle, handle.backend, pipe.transformer, pipe.transformer.blocks[0])]
-    del pipe, handle
+    things = (pipe, handle, handle.backend, pipe.transformer, pipe.transformer.blocks[0])
+    gone = [weakref.ref(thing) for thing in things]
+    del pipe, handle, things
     gc.collect()
     assert [reference() for reference in gone] == [None] * 5
     assert (torch.accelerator.memory_allocated(), sim.stats()["pinned_current"]) == memory
 
 
 # ---------------------------------------------------------------------- modular pipelines
-
-
 
 
 def _containers(module: torch.nn.Module) -> tuple[str, ...]:

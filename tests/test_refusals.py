@@ -126,7 +126,7 @@ def test_a_block_that_returns_a_view_of_its_weights_is_refused(device: torch.dev
     pipe, call = toy_with_block(LeakingBlock, 1, leaks=True)
     pipe.enable_omni_offload("layer")
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"transformer\.blocks\.1 returned a view of its own weights.*clone"):
+        with pytest.raises(RuntimeError, match=r"transformer\.blocks\.1 returned a view of .*own weights.*clone"):
             run(pipe, call)
     pipe.transformer.blocks[1].leaks = False
     assert_equal(run(pipe, call), reference)
@@ -420,7 +420,7 @@ def test_a_pipeline_without_any_known_component_is_an_error(device: torch.device
             self.register_modules(network=network)
 
     pipe = Unknown(ToyDiT(2))
-    with pytest.raises(ValueError, match="Unknown.*(no DiT|[Dd]eclare)"):
+    with pytest.raises(ValueError, match=r"Unknown.*(no DiT|[Dd]eclare)"):
         pipe.enable_omni_offload("layer")
     assert pipe.omni_offload is None and leftovers(pipe) == []
 
@@ -468,7 +468,7 @@ def test_far_too_little_memory_says_that_nothing_fits(device: torch.device, sim:
     pipe, call = build_wan()
     before = State.of(pipe)
     sim.configure(capacity_bytes=torch.accelerator.memory_allocated() + 4096)
-    with pytest.raises(RuntimeError, match="4.0 KiB free.*needs.*(free some|Free some)"):
+    with pytest.raises(RuntimeError, match=r"4.0 KiB free.*needs.*(free some|Free some)"):
         pipe.enable_omni_offload("layer")
     before.assert_same(State.of(pipe))
     sim.configure(capacity_bytes=None)
@@ -506,7 +506,7 @@ def test_a_quantized_streamed_component_is_refused(device: torch.device) -> None
     pipe, call = full_toy()
     pipe.transformer.hf_quantizer = FakeQuantizer()
     before = State.of(pipe)
-    with pytest.raises(TypeError, match="transformer is quantized.*FakeQuantizer.*unquantized"):
+    with pytest.raises(TypeError, match=r"transformer is quantized.*FakeQuantizer.*unquantized"):
         pipe.enable_omni_offload("layer")
     before.assert_same(State.of(pipe))
     del pipe.transformer.hf_quantizer
@@ -625,7 +625,7 @@ def test_a_later_component_that_does_not_fit_leaves_the_rest_as_it_was(device: t
     vae = nn.Linear(512, 512)
     pipe.extra = vae
     sim.configure(capacity_bytes=torch.accelerator.memory_allocated() + 65536)
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(RuntimeError, match=r"extra takes 1\.0 MiB .*64\.0 KiB free"):
         run(pipe, call)
     sim.configure(capacity_bytes=None)
     assert vae.weight.device.type == "cpu" and "_hf_hook" not in vars(vae)
@@ -660,9 +660,9 @@ def test_a_disabled_handle_says_so(device: torch.device) -> None:
     handle = pipe.enable_omni_offload("layer")
     handle.disable()
     assert not handle.is_enabled() and pipe.omni_offload is None
-    with pytest.raises(RuntimeError, match="was disabled.*enable_omni_offload"), handle.call():
+    with pytest.raises(RuntimeError, match=r"was disabled.*enable_omni_offload"), handle.call():
         pass
-    with pytest.raises(RuntimeError, match="was disabled.*enable_omni_offload"):
+    with pytest.raises(RuntimeError, match=r"was disabled.*enable_omni_offload"):
         handle.refresh()
     handle.disable()
     diffusers_omni_offload.disable_omni_offload(pipe)

@@ -117,13 +117,11 @@ def module_of(**tensors: torch.Tensor) -> nn.Module:
 
 
 def master_of(module: nn.Module, platform: Platform | None = None, pin_memory: bool | int = True) -> Master:
-    return Master(
-        lambda: find_leaves(module, "block"),
-        list(module.modules()),
-        "block",
-        platform or CpuPlatform(CPU),
-        PinnedBudget(pin_memory),
-    )
+    """A packed master of what is below `module`."""
+    budget = PinnedBudget(pin_memory)
+    master = Master(lambda: find_leaves(module, "block"), [module], "block", platform or CpuPlatform(CPU), budget)
+    master.pack()
+    return master
 
 
 @pytest.fixture
@@ -367,7 +365,7 @@ def test_views_of_one_storage_stay_views_of_it() -> None:
     assert all(t.untyped_storage().nbytes() == t.nbytes for t in (module.a, module.b, module.c))
 
 
-def test_repack_follows_what_changed() -> None:
+def test_packing_again_follows_what_changed() -> None:
     module = module_of(a=noise(8), b=noise(9, seed=1))
     master = master_of(module, RegisteringPlatform())
     platform = master._platform
@@ -376,22 +374,91 @@ def test_repack_follows_what_changed() -> None:
     module.register_parameter("c", nn.Parameter(noise(5, seed=3).bfloat16()))
     del module.b
     assert not master.is_current()
-    master.repack()
+    master.pack()
     assert master.is_current() and master.nbytes == 1280 + 256
     assert [id(t) for t in master.tensors] == [id(a), id(module.c)]
     assert torch.equal(module.a, noise(300, seed=2)) and torch.equal(module.c, noise(5, seed=3).bfloat16())
-    # The old buffer is unlocked, the new one locked.
+    # The old buffer was unlocked, the new one is locked.
     assert list(platform.registered.values()) == [master.nbytes]
 
 
-def test_a_repack_that_fails_changes_nothing() -> None:
+def test_packing_again_that_fails_changes_nothing() -> None:
     module = module_of(a=noise(8), b=noise(9, seed=1))
     master = master_of(module)
     pointer = module.a.data_ptr()
     module.b = nn.Parameter(torch.empty(9, device="meta"))
     with pytest.raises(ValueError, match=r"block\.b is on the meta device"):
-        master.repack()
+        master.pack()
     assert module.a.data_ptr() == pointer and torch.equal(module.a, noise(8)) and not master.is_current()
+
+
+@pytest.mark.parametrize("where", ["cpu", "sim"])
+@geometries
+def test_replaced_data_of_the_same_geometry_is_taken_in_place(
+    sim_platform: Platform, geometry: str, where: str
+) -> None:
+    make = GEOMETRIES[geometry]
+    module = module_of(a=noise(8), b=make(torch.float32), c=noise(9, seed=1))
+    master = master_of(module, sim_platform)
+    host, pinned = master.host.data_ptr(), master.is_pinned
+    alias, identity = module.a.data, id(module.b)
+    replacement = make(torch.float32)
+    if replacement.numel():
+        replacement[(0,) * replacement.dim()] = 1234.5
+    expected = replacement.clone()
+    move_tensors([replacement], torch.device(where, 0) if where == "sim" else CPU)
+    module.b.data = replacement
+    assert not master.is_current() or not replacement.numel()
+    master.pack()
+    assert master.is_current() and master.host.data_ptr() == host and master.is_pinned == pinned
+    assert id(module.b) == identity and same_bits(module.b, expected) and module.b.stride() == replacement.stride()
+    assert torch.equal(module.a, noise(8)) and torch.equal(module.c, noise(9, seed=1))
+    # Whoever kept a view of another leaf still holds the truth.
+    alias.add_(1)
+    assert torch.equal(module.a, noise(8) + 1)
+    replacement.zero_()
+    assert same_bits(module.b, expected)
+
+
+@pytest.mark.parametrize("mode_of_packing", [False, True])
+def test_replaced_data_of_inference_tensors(mode_of_packing: bool) -> None:
+    with torch.inference_mode():
+        module = module_of(a=noise(8), b=noise(9, seed=1))
+    master = master_of(module)
+    with torch.inference_mode():
+        module.a.data = noise(8, seed=2)
+    with torch.inference_mode(mode_of_packing):
+        master.pack()
+    assert master.is_current() and module.a.is_inference() and torch.equal(module.a, noise(8, seed=2))
+
+
+def test_replaced_data_may_overlap() -> None:
+    module = module_of(a=noise(8), b=noise(8, seed=1), c=noise(8, seed=2))
+    master = master_of(module)
+    base = noise(12, seed=3)
+    module.a.data, module.b.data = base[:8], base[4:]
+    master.pack()
+    assert torch.equal(module.a, noise(12, seed=3)[:8]) and torch.equal(module.b, noise(12, seed=3)[4:])
+    module.a.data[5] = 77
+    assert module.b[1] == 77
+    # And apart again.
+    module.b.data = noise(8, seed=4)
+    master.pack()
+    module.a.data[5] = 78
+    assert torch.equal(module.b, noise(8, seed=4)) and torch.equal(module.c, noise(8, seed=2))
+
+
+def test_replaced_and_swapped() -> None:
+    module = module_of(a=noise(8), b=noise(8, seed=1))
+    master = master_of(module)
+    module.a.data, module.b.data = module.b.data, module.a.data
+    master.pack()
+    assert torch.equal(module.a, noise(8, seed=1)) and torch.equal(module.b, noise(8))
+    # The objects themselves changed places.
+    module.a, module.b = module.b, module.a
+    assert not master.is_current()
+    master.pack()
+    assert torch.equal(module.a, noise(8)) and torch.equal(module.b, noise(8, seed=1))
 
 
 def test_a_failing_find_changes_nothing() -> None:

@@ -59,7 +59,7 @@ class BlockRunner:
         if streamer.platform.is_capturing():
             raise RuntimeError(
                 f"{master.path} is streamed, and its stream is being captured into a graph: a replay would read "
-                "slots that hold other blocks by then. Run it without CUDA graphs, or leave its component out of `components`."
+                "slots that hold other blocks by then. Run it without CUDA graphs, or don't stream its component."
             )
         slot = streamer.enter(block)
         assert slot is not None

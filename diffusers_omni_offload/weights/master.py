@@ -164,10 +164,19 @@ class Master:
         for tensor, p in zip(tensors, self._placements, strict=True):
             if (tensor.dtype, tensor.shape, tensor.stride()) != (p.dtype, p.shape, p.stride):
                 return False
-        for tensor, view in self._host_binding:
-            if tensor.data_ptr() != view.data_ptr():
-                view.copy_(tensor.data)
-                tensor.data = view
+        changed = [
+            (tensor, view, p)
+            for (tensor, view), p in zip(self._host_binding, self._placements, strict=True)
+            if tensor.data_ptr() != view.data_ptr()
+        ]
+        sources = Layout([tensor for tensor, _, _ in changed])
+        first = self.host.data_ptr()
+        is_our_own = any(first <= tensor.data_ptr() < first + self.nbytes for tensor, _, _ in changed)
+        if is_our_own or not sources.is_disjoint:
+            return False  # Data that was swapped or tied: what is written first may be what is read next.
+        for tensor, view, p in changed:
+            Layout([tensor]).copy_to(self.host[p.offset : p.offset + p.nbytes])
+            tensor.data = view
         return True
 
     def _take_anew(self, leaves: list[Leaf]) -> None:
