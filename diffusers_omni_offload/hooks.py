@@ -26,6 +26,11 @@ class _OwnedHook(ModelHook):
         self.path = path
         #: What `module.forward` was when the hook was the outermost one, if it ever was.
         self.installed: Callable[..., Any] | None = None
+        self._run: Callable[..., Any] | None = None
+
+    def retire(self) -> None:
+        """Pass through from now on, and hold nothing: somebody's closure may still call this hook."""
+        self._run = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise RuntimeError(self._cannot("copied"))
@@ -49,7 +54,10 @@ class BlockHook(_OwnedHook):
         self._run = run
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self._run(self.block, self.fn_ref.original_forward, args, kwargs)
+        run = self._run
+        if run is None:
+            return self.fn_ref.original_forward(*args, **kwargs)
+        return run(self.block, self.fn_ref.original_forward, args, kwargs)
 
 
 class ComponentHook(_OwnedHook):
@@ -61,10 +69,17 @@ class ComponentHook(_OwnedHook):
         self._device = device
         self._run = run
 
+    def retire(self) -> None:
+        super().retire()
+        self.owner = None
+
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        run = self._run
+        if run is None:
+            return self.fn_ref.original_forward(*args, **kwargs)
         args = move_to_device(args, self._device)
         kwargs = move_to_device(kwargs, self._device)
-        return self._run(self.path, self.fn_ref.original_forward, args, kwargs)
+        return run(self.path, self.fn_ref.original_forward, args, kwargs)
 
 
 class ExecutionDeviceHook:
@@ -197,14 +212,13 @@ def remove_owned(module: nn.Module, name: str) -> None:
             function = getattr(outer, attribute)
             if function is not None and function in (reference.forward, hook.installed):
                 setattr(outer, attribute, reference.original_forward)
-        reference.forward = reference.original_forward
-    elif vars(module).get("forward") is not hook.installed:
-        # Somebody wrapped or replaced `forward` since: that stays, and what it may call of ours passes through.
-        reference.forward = reference.original_forward
+    elif vars(module).get("forward") not in (hook.installed, reference.forward):
+        pass  # Somebody wrapped or replaced `forward` since: that stays, and what it may call of ours passes through.
     elif _is_class_forward(module, reference.original_forward):
         vars(module).pop("forward", None)
     else:
         module.forward = reference.original_forward
+    hook.retire()
     del registry.hooks[name]
     registry._hook_order.pop(index)
     registry._fn_refs.pop(index)

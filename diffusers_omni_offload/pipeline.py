@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from diffusers_omni_offload.backends import LayerwiseBackend, get_offload_backend
-from diffusers_omni_offload.backends.preflight import device_need, require_memory
+from diffusers_omni_offload.backends.preflight import device_need, require_memory, require_ready
 from diffusers_omni_offload.composition import composed_class, stock_class
 from diffusers_omni_offload.config import OffloadConfig
 from diffusers_omni_offload.handle import HANDLE_ATTRIBUTE, OffloadHandle, omni_offload, require_handle
@@ -153,16 +153,21 @@ def _enable(pipe: Any, config: OffloadConfig, plan: ResolvedPlan, device: torch.
     backend = get_offload_backend(config, device)
     if not isinstance(backend, LayerwiseBackend):
         raise ValueError(f"The configuration selects no strategy that can run on {str(device)!r}.")
-    backend.enable(pipe, plan, lambda undo: _attach(pipe, config, plan, backend, undo))
-    return require_handle(pipe)
+    with ExitStack() as undo:
+        backend.enable(pipe, plan, undo)
+        _attach(pipe, config, plan, backend, undo)
+        handle = require_handle(pipe)
+        undo.pop_all()
+    return handle
 
 
 def _join(pipe: Any, config: OffloadConfig, plan: ResolvedPlan, backend: LayerwiseBackend) -> OffloadHandle:
     """Let the pipeline use the backend of another one that shares its components."""
     with backend.scope.exclusive("changed"), ExitStack() as undo:
         _attach(pipe, config, plan, backend, undo)
+        handle = require_handle(pipe)
         undo.pop_all()
-    return require_handle(pipe)
+    return handle
 
 
 def _reconfigure(
@@ -211,9 +216,11 @@ def _what_fits(pipe: Any, config: OffloadConfig, device: torch.device, available
         if config.resident_policy != "spread":
             options["resident_policy"] = config.resident_policy
         try:
-            need = device_need(_resolve(pipe, OffloadConfig.from_options("layer", **options)), device, slots)
-        except ValueError:
-            continue  # This pipeline has no such encoder.
+            plan = _resolve(pipe, OffloadConfig.from_options("layer", **options))
+            require_ready(plan, device)
+            need = device_need(plan, device, slots)
+        except (ValueError, TypeError, RuntimeError):
+            continue  # This pipeline has no such encoder, or one that can't be streamed.
         if need.total <= available:
             if device != resolve_device(None):
                 options["device"] = str(device)

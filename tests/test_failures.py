@@ -96,24 +96,29 @@ def _memory(sim: ModuleType) -> tuple[int, int]:
     return torch.accelerator.memory_allocated(), sim.stats()["pinned_current"]
 
 
+#: A pipeline that is on the device already has nothing that must be moved there.
+_MOVES = ("placing the first tensor", "placing a later tensor", "rebinding the first", "rebinding the ninth")
+
+
 @pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(
+    ("step", "start"),
+    [(step, start) for step in STEPS for start in (False, True) if not (start and step.startswith(_MOVES))],
+    ids=lambda value: value if isinstance(value, str) else "from the device" if value else "from the CPU",
+)
 def test_enable_is_all_or_nothing(
     device: torch.device,
     sim: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
-    start: bool,
     step: str,
+    start: bool,
     error: type[BaseException],
 ) -> None:
     reference = _reference(device)
     pipe, call = _start(start, device)
     before, memory = State.of(pipe), _memory(sim)
     owner, name, at = STEPS[step]
-    original = vars(owner)[name]
-    if name in ("__init__", "attach") or not isinstance(owner, type):
-        original = getattr(owner, name)
-    wrapped, calls = failing(original, at, error)
+    wrapped, calls = failing(getattr(owner, name), at, error)
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, staticmethod(wrapped) if name == "attach" else wrapped)
         with pytest.raises(error, match="injected"):

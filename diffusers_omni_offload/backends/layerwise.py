@@ -71,26 +71,29 @@ class LayerwiseBackend(OffloadBackend):
         self.components = ManagedComponents(self.device, self, self._run_component)
         self._shared_ids: set[int] = set()
         self._resident_paths: set[str] = set()
-        self._reported = self._said_slots_released = False
+        self._reported = self._said_slots_released = self._is_committed = False
 
     # ------------------------------------------------------------------ lifecycle
 
     def is_enabled(self) -> bool:
         return self._enabled
 
-    def enable(
-        self, pipeline: Any, plan: ResolvedPlan | None = None, finish: Callable[[ExitStack], object] | None = None
-    ) -> None:
+    def enable(self, pipeline: Any, plan: ResolvedPlan | None = None, undo: ExitStack | None = None) -> None:
         """Stream the plan's blocks and place the rest; nothing is done for a plan with a `skip_reason`.
 
         Args:
             pipeline: what to resolve if `plan` is None.
             plan: a plan for `pipeline` that was resolved before.
-            finish: the last step, given the stack for its undoing; if it fails, all is undone.
+            undo: gets the way back of every step, for a caller that has more to do; None undoes a failure here.
 
         Raises:
             RuntimeError, TypeError, ValueError: as `preflight` says; nothing was touched.
         """
+        if undo is None:
+            with ExitStack() as own:
+                self.enable(pipeline, plan, own)
+                own.pop_all()
+            return
         if self._enabled:
             logger.warning("Layerwise offload is enabled already; disable it first to change it.")
             return
@@ -101,17 +104,12 @@ class LayerwiseBackend(OffloadBackend):
         require_ready(plan, self.device)
         require_memory(plan, self.platform, self.config.slots)
         self._reset()
-        with on_device(self.device), ExitStack() as undo:
-            undo.callback(self._forget)
+        undo.callback(self._forget)
+        with on_device(self.device):
             self._build(plan, undo)
-            self.plan = plan
-            self._enabled = True
-            self.streamer.stalls.start()
-            if finish is not None:
-                finish(undo)
-            undo.pop_all()
-        for master in self._masters:
-            master.commit()
+        self.plan = plan
+        self._enabled = True
+        self.streamer.stalls.start()
         warn_of_plain_tensors(plan)
         if self.config.pin_memory is not False and self.platform.is_asynchronous:
             warn_of_pageable(self._masters, self.budget)
@@ -304,6 +302,10 @@ class LayerwiseBackend(OffloadBackend):
         owner = hooks.foreign_offload([block for block, _ in self._blocks])
         if owner is not None:
             raise RuntimeError(foreign_message(self._blocks[0][1].rpartition(".")[0], owner))
+        if not self._is_committed:
+            self._is_committed = True
+            for master in self._masters:
+                master.commit()
         stale = [master for master in self._masters if not master.is_current()]
         has_changed = bool(stale) or not self.residency.is_current()
         if has_changed:
@@ -323,8 +325,16 @@ class LayerwiseBackend(OffloadBackend):
                 f"{', '.join(leaf.path for leaf in shared[:3]) or 'a tie is gone'}. "
                 "Call disable_omni_offload() and enable_omni_offload() again."
             )
+        # Data that blocks swapped lies in each other's masters: written in place, the first would overwrite the second's.
+        in_place = not any(
+            master.holds(tensor)
+            for other in stale
+            for tensor in other.tensors
+            for master in self._masters
+            if master is not other
+        )
         for master in stale:
-            master.pack()
+            master.pack(in_place=in_place)
             return_freed_host_memory()
         self.residency.excluded = self._held_ids()
         self.residency.place()
@@ -353,9 +363,7 @@ class LayerwiseBackend(OffloadBackend):
             return
         waited = self.streamer.stalls.stop() if self.platform.is_asynchronous else 0.0
         if waited is None:
-            # A call of an encoder alone, say: too short for a verdict. The next one may do.
-            self.streamer.stalls.start()
-            return
+            return  # A call of an encoder alone, say: too short for a verdict. The next one may do.
         self._reported = True
         logger.info("%s", first_call_summary(self._masters, self.streamer, waited))
 

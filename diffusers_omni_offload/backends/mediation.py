@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -24,17 +25,27 @@ class Mediation:
     def __init__(self, module: nn.Module, path: str, device: torch.device) -> None:
         self._module, self._path, self._device = module, path, device
         self._original_apply = module._apply
+        self._ours = {"_apply": self._apply, "enable_group_offload": self._refuse_group_offload}
+        self._before: dict[str, Any] = {}
 
     def install(self) -> None:
         """Take the place of the module's own methods."""
-        self._module._apply = self._apply  # type: ignore[method-assign]
-        self._module.enable_group_offload = self._refuse_group_offload  # type: ignore[assignment]
+        self._before = {name: value for name, value in vars(self._module).items() if name in self._ours}
+        vars(self._module).update(self._ours)
+        cls = type(self._module)
+        if isinstance(getattr(cls, "device", None), property) and self._module.device != self._device:
+            # A model's `device` is that of its first parameter, which is a streamed one here.
+            self._module.__class__ = _running_on(cls, self._device)  # type: ignore[arg-type]
 
     def remove(self) -> None:
         """Give the module its methods back."""
-        for name, ours in (("_apply", self._apply), ("enable_group_offload", self._refuse_group_offload)):
+        for name, ours in self._ours.items():
             if vars(self._module).get(name) == ours:
                 del vars(self._module)[name]
+        vars(self._module).update(self._before)
+        stock = vars(type(self._module)).get("_omni_stock_class")
+        if stock is not None:
+            self._module.__class__ = stock
 
     def _apply(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         device = self._destination(function)
@@ -63,6 +74,13 @@ class Mediation:
             f"{self._path} is offloaded by omni offload, and group offload would move the same weights. "
             "Call disable_omni_offload() on the pipeline first."
         )
+
+
+@functools.cache
+def _running_on(cls: type, device: torch.device) -> type:
+    """`cls`, under its own name, with `device` as its instances' device."""
+    copied = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(cls.__name__, (cls,), {"device": property(lambda self: device), "_omni_stock_class": cls, **copied})
 
 
 def _cast(function: Callable[[torch.Tensor], torch.Tensor]) -> torch.dtype | None:

@@ -17,13 +17,18 @@ class StallMeter:
 
     def __init__(self, platform: Platform) -> None:
         self._platform = platform
+        self._is_wanted = False
         self._events: list[Event] = []
-        self.is_measuring = False
+        self.is_measuring = self._is_wanted = False
 
     def start(self) -> None:
-        """Measure from here on."""
+        """Measure the calls that begin from here on, each afresh, until `stop` has a verdict."""
+        self._is_wanted = self._platform.is_asynchronous
+
+    def restart(self) -> None:
+        """A call begins."""
         self._events = []
-        self.is_measuring = self._platform.is_asynchronous
+        self.is_measuring = self._is_wanted
 
     def before_wait(self, stream: Stream) -> None:
         """The compute stream is about to wait for a block's bytes."""
@@ -40,6 +45,7 @@ class StallMeter:
         events, self._events = self._events, []
         if len(events) < 6:
             return None
+        self._is_wanted = False
         self._platform.synchronize()
         total = events[1].elapsed_time(events[-1])
         waited = sum(events[i].elapsed_time(events[i + 1]) for i in range(2, len(events) - 1, 2))

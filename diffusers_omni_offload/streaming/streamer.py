@@ -90,6 +90,7 @@ class Streamer:
         self.require_slots()
         self.slots.forget()
         self.order.begin()
+        self.stalls.restart()
 
     def end(self) -> None:
         """A call has ended, however: nothing is bound and no copy is in flight when this returns."""

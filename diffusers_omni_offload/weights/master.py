@@ -68,8 +68,11 @@ class Master:
         return self._snapshot is not None and self._snapshot.is_current()
 
     @torch.inference_mode(False)
-    def pack(self) -> None:
+    def pack(self, *, in_place: bool = True) -> None:
         """Take the leaves as they are now; what is new or was replaced is read from where it is.
+
+        Args:
+            in_place: whether bytes that are there may be overwritten, where the geometry stayed.
 
         Raises:
             TypeError, ValueError: a leaf can't be packed (`require_plain`); nothing was changed.
@@ -77,9 +80,14 @@ class Master:
         leaves = self._find()
         for leaf in leaves:
             require_plain(leaf)
-        if not self._take_in_place([leaf.tensor for leaf in leaves]):
+        if not in_place or not self._take_in_place([leaf.tensor for leaf in leaves]):
             self._take_anew(leaves)
         self._snapshot = Snapshot([module for root in self._roots for module in root.modules()], self.tensors)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's data begins in the host buffer."""
+        first = self.host.data_ptr()
+        return first <= tensor.data_ptr() < first + self.nbytes
 
     def views_on(self, buffer: torch.Tensor) -> _Binding:
         """The leaves paired with their views of `buffer`, a uint8 tensor of at least `nbytes`; made once a buffer."""
@@ -120,9 +128,12 @@ class Master:
         return None
 
     def replaced_leaf(self, buffer: torch.Tensor) -> str | None:
-        """The path of the first leaf that isn't the view of `buffer` any more that `bind` made it."""
+        """The path of the first leaf that isn't the view of `buffer` any more that `bind` made it, and differs from it.
+
+        Layerwise casting puts an equal tensor in a leaf's place; that is lost without loss.
+        """
         for tensor, view in self.views_on(buffer):
-            if tensor.data_ptr() != view.data_ptr():
+            if tensor.data_ptr() != view.data_ptr() and not _same_bytes(tensor.data, view):
                 return self._paths[id(tensor)]
         return None
 
@@ -170,9 +181,7 @@ class Master:
             if tensor.data_ptr() != view.data_ptr()
         ]
         sources = Layout([tensor for tensor, _, _ in changed])
-        first = self.host.data_ptr()
-        is_our_own = any(first <= tensor.data_ptr() < first + self.nbytes for tensor, _, _ in changed)
-        if is_our_own or not sources.is_disjoint:
+        if not sources.is_disjoint or any(self.holds(tensor) for tensor, _, _ in changed):
             return False  # Data that was swapped or tied: what is written first may be what is read next.
         for tensor, view, p in changed:
             Layout([tensor]).copy_to(self.host[p.offset : p.offset + p.nbytes])
@@ -208,3 +217,9 @@ class Master:
         # An inference tensor takes only inference data, a normal one only normal data.
         with torch.inference_mode(tensor.is_inference()):
             return placement.view(source)
+
+
+def _same_bytes(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    if tensor.dtype != other.dtype or tensor.shape != other.shape or tensor.device != other.device:
+        return False
+    return torch.equal(tensor.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
