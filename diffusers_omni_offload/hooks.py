@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from diffusers.hooks.hooks import HookFunctionReference, HookRegistry, ModelHook
@@ -54,10 +54,10 @@ class BlockHook(_OwnedHook):
         self._run = run
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        run = self._run
+        run, inner = self._run, cast(Callable[..., Any], self.fn_ref.original_forward)
         if run is None:
-            return self.fn_ref.original_forward(*args, **kwargs)
-        return run(self.block, self.fn_ref.original_forward, args, kwargs)
+            return inner(*args, **kwargs)
+        return run(self.block, inner, args, kwargs)
 
 
 class ComponentHook(_OwnedHook):
@@ -74,12 +74,12 @@ class ComponentHook(_OwnedHook):
         self.owner = None
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        run = self._run
+        run, inner = self._run, cast(Callable[..., Any], self.fn_ref.original_forward)
         if run is None:
-            return self.fn_ref.original_forward(*args, **kwargs)
+            return inner(*args, **kwargs)
         args = move_to_device(args, self._device)
         kwargs = move_to_device(kwargs, self._device)
-        return run(self.path, self.fn_ref.original_forward, args, kwargs)
+        return run(self.path, inner, args, kwargs)
 
 
 class ExecutionDeviceHook:

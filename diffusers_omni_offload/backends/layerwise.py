@@ -325,7 +325,7 @@ class LayerwiseBackend(OffloadBackend):
                 f"{', '.join(leaf.path for leaf in shared[:3]) or 'a tie is gone'}. "
                 "Call disable_omni_offload() and enable_omni_offload() again."
             )
-        # Data that blocks swapped lies in each other's masters: written in place, the first would overwrite the second's.
+        # Swapped data lies in each other's masters: written in place, the first would overwrite the second's.
         in_place = not any(
             master.holds(tensor)
             for other in stale

@@ -40,6 +40,11 @@ inline void copy_on_device(const Tensor& source, const Tensor& target) {
   Alias alias;
   alias.cpu(target).copy_(alias.cpu(source));
   launch.finish(0);
+  if (source.device() != target.device()) {  // and what either does next comes after the copy
+    StreamState& other = current_stream_of(source.device().index());
+    join(other.seen, launch.stream().seen);
+    other.time = std::max(other.time, launch.stream().time);
+  }
 }
 
 inline void defer_copy(StreamState& stream, uint64_t clock, Tensor to, Tensor from, bool to_device) {
