@@ -14,6 +14,21 @@ from diffusers_omni_offload.messages import logger
 from diffusers_omni_offload.registry import adapter_for
 
 
+def _refuse(what: str, instead: str = "") -> NoReturn:
+    raise RuntimeError(
+        f"{what} isn't possible while the pipeline is offloaded by omni offload, which owns its weights. "
+        f"{instead + ', or call' if instead else 'Call'} disable_omni_offload() first."
+    )
+
+
+def _refused(name: str) -> Callable[..., NoReturn]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused while offloaded."""
+        _refuse(name)
+
+    return method
+
+
 class OffloadedPipeline:
     """What an offloaded pipeline's class is composed with: a call scope, the execution device, and refusals."""
 
@@ -22,13 +37,11 @@ class OffloadedPipeline:
         return stock_class(cls)(*args, **kwargs)
 
     @property
-    def _execution_device(self) -> torch.device:
+    def device(self) -> torch.device:
+        """The execution device: inputs and generators belong there, wherever the weights are."""
         return require_handle(self).backend.device
 
-    @property
-    def device(self) -> torch.device:
-        """The execution device: inputs and generators belong there, whatever the weights are."""
-        return require_handle(self).backend.device
+    _execution_device = device
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Casts pass; the pipeline itself isn't moved while it is offloaded."""
@@ -51,38 +64,17 @@ class OffloadedPipeline:
             return self
         return super().to(dtype=dtype)  # type: ignore[misc]
 
-    def enable_model_cpu_offload(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused while offloaded."""
-        _refuse("enable_model_cpu_offload()")
-
-    def enable_sequential_cpu_offload(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused while offloaded."""
-        _refuse("enable_sequential_cpu_offload()")
-
-    def enable_group_offload(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused while offloaded."""
-        _refuse("enable_group_offload()")
-
-    def remove_all_hooks(self) -> NoReturn:
-        """Refused while offloaded."""
-        _refuse("remove_all_hooks()")
-
-    def reset_device_map(self) -> NoReturn:
-        """Refused while offloaded."""
-        _refuse("reset_device_map()")
+    enable_model_cpu_offload = _refused("enable_model_cpu_offload()")
+    enable_sequential_cpu_offload = _refused("enable_sequential_cpu_offload()")
+    enable_group_offload = _refused("enable_group_offload()")
+    remove_all_hooks = _refused("remove_all_hooks()")
+    reset_device_map = _refused("reset_device_map()")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         _refuse("A deep copy", "Use from_pipe() for another pipeline with the same components")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         _refuse("Pickling", "Use save_pretrained(), which works as it is")
-
-
-def _refuse(what: str, instead: str = "") -> NoReturn:
-    raise RuntimeError(
-        f"{what} isn't possible while the pipeline is offloaded by omni offload, which owns its weights. "
-        f"{instead + ', or call' if instead else 'Call'} disable_omni_offload() first."
-    )
 
 
 @functools.cache

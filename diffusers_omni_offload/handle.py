@@ -89,9 +89,7 @@ class OffloadHandle:
             RuntimeError: offload was disabled, a streamed component was replaced, or another offload took over.
         """
         self._require_enabled()
-        if not self.backend.scope.is_open:
-            self._follow_pipeline()
-        with self.backend.scope:
+        with self.backend.scope.preparing(self._follow_pipeline):
             yield
 
     @property

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from diffusers_omni_offload.backends import LayerwiseBackend, get_offload_backend
-from diffusers_omni_offload.backends.preflight import device_need, require_memory, require_ready
+from diffusers_omni_offload.backends import LayerwiseBackend, get_offload_backend, preflight
 from diffusers_omni_offload.composition import composed_class, stock_class
 from diffusers_omni_offload.config import OffloadConfig
-from diffusers_omni_offload.handle import HANDLE_ATTRIBUTE, OffloadHandle, omni_offload, require_handle
+from diffusers_omni_offload.handle import HANDLE_ATTRIBUTE, OffloadHandle, omni_offload
 from diffusers_omni_offload.hooks import COMPONENT_HOOK, owned_hook
 from diffusers_omni_offload.messages import logger
 from diffusers_omni_offload.platform import platform_for, resolve_device
@@ -99,7 +98,7 @@ def enable_from_config(
         require_same(other, config, where, plan)
         return _join(pipe, config, plan, other)
     if handle is None:
-        _require_memory(pipe, config, plan, where, spare=0)
+        _require_fit(pipe, config, plan, where, spare=0)
         return _enable(pipe, config, plan, where)
     return _reconfigure(pipe, handle, config, plan, where)
 
@@ -154,9 +153,8 @@ def _enable(pipe: Any, config: OffloadConfig, plan: ResolvedPlan, device: torch.
     if not isinstance(backend, LayerwiseBackend):
         raise ValueError(f"The configuration selects no strategy that can run on {str(device)!r}.")
     with ExitStack() as undo:
-        backend.enable(pipe, plan, undo)
-        _attach(pipe, config, plan, backend, undo)
-        handle = require_handle(pipe)
+        backend.install(plan, undo)
+        handle = _attach(pipe, config, plan, backend, undo)
         undo.pop_all()
     return handle
 
@@ -164,8 +162,7 @@ def _enable(pipe: Any, config: OffloadConfig, plan: ResolvedPlan, device: torch.
 def _join(pipe: Any, config: OffloadConfig, plan: ResolvedPlan, backend: LayerwiseBackend) -> OffloadHandle:
     """Let the pipeline use the backend of another one that shares its components."""
     with backend.scope.exclusive("changed"), ExitStack() as undo:
-        _attach(pipe, config, plan, backend, undo)
-        handle = require_handle(pipe)
+        handle = _attach(pipe, config, plan, backend, undo)
         undo.pop_all()
     return handle
 
@@ -174,9 +171,8 @@ def _reconfigure(
     pipe: Any, handle: OffloadHandle, config: OffloadConfig, plan: ResolvedPlan, device: torch.device
 ) -> OffloadHandle:
     """Change the configuration of an offloaded pipeline; if that fails, the old one is put back."""
-    _require_memory(pipe, config, plan, device, spare=handle.device_bytes)
-    with handle.backend.scope.exclusive("changed"):
-        pass  # Said before anything is touched.
+    _require_fit(pipe, config, plan, device, spare=handle.device_bytes)
+    handle.backend.scope.require_closed("changed")
     old_plan, old_device = handle.plan, handle.backend.device
     try:
         disable_omni_offload(pipe)
@@ -187,11 +183,11 @@ def _reconfigure(
         raise
 
 
-def _require_memory(pipe: Any, config: OffloadConfig, plan: ResolvedPlan, device: torch.device, *, spare: int) -> None:
+def _require_fit(pipe: Any, config: OffloadConfig, plan: ResolvedPlan, device: torch.device, *, spare: int) -> None:
     def advise(available: int) -> str:
         return _what_fits(pipe, config, device, available)
 
-    require_memory(plan, platform_for(device), config.slots, spare=spare, advise=advise)
+    preflight.check(plan, platform_for(device), config.slots, spare=spare, advise=advise)
 
 
 def _what_fits(pipe: Any, config: OffloadConfig, device: torch.device, available: int) -> str:
@@ -217,8 +213,8 @@ def _what_fits(pipe: Any, config: OffloadConfig, device: torch.device, available
             options["resident_policy"] = config.resident_policy
         try:
             plan = _resolve(pipe, OffloadConfig.from_options("layer", **options))
-            require_ready(plan, device)
-            need = device_need(plan, device, slots)
+            preflight.require_ready(plan, device)
+            need = preflight.device_need(plan, device, slots)
         except (ValueError, TypeError, RuntimeError):
             continue  # This pipeline has no such encoder, or one that can't be streamed.
         if need.total <= available:
@@ -231,7 +227,9 @@ def _what_fits(pipe: Any, config: OffloadConfig, device: torch.device, available
     return f"{least}free some of the device's memory."
 
 
-def _attach(pipe: Any, config: OffloadConfig, plan: ResolvedPlan, backend: LayerwiseBackend, undo: ExitStack) -> None:
+def _attach(
+    pipe: Any, config: OffloadConfig, plan: ResolvedPlan, backend: LayerwiseBackend, undo: ExitStack
+) -> OffloadHandle:
     """Give the pipeline its handle and its composed class; `undo` gets the way back first."""
     composed = composed_class(type(pipe))  # type: ignore[arg-type]
     handle = OffloadHandle(pipe, config, plan, backend, disable_omni_offload)
@@ -242,6 +240,7 @@ def _attach(pipe: Any, config: OffloadConfig, plan: ResolvedPlan, backend: Layer
     register(handle)
     vars(pipe)[HANDLE_ATTRIBUTE] = handle
     pipe.__class__ = composed
+    return handle
 
 
 def _detach(pipe: Any) -> None:

@@ -22,8 +22,6 @@ class Event(Protocol):
 
     def record(self, stream: Any = None) -> None: ...
 
-    def query(self) -> bool: ...
-
     def elapsed_time(self, other: Any) -> float: ...
 
 
@@ -31,8 +29,6 @@ class Stream(Protocol):
     """An ordered queue of device work, as `torch.Stream`."""
 
     def wait_event(self, event: Any) -> None: ...
-
-    def wait_stream(self, stream: Any) -> None: ...
 
     def synchronize(self) -> None: ...
 
@@ -87,10 +83,6 @@ class Platform:
         """Size of the device's memory in bytes."""
         return int(torch.accelerator.get_memory_info(self.device)[1])
 
-    def empty_cache(self) -> None:
-        """Give memory that torch holds in reserve back to the device."""
-        torch.accelerator.empty_cache()
-
     @property
     def registers_host_memory(self) -> bool:
         """Whether memory of our own can be page-locked in place, at its exact size."""
@@ -122,17 +114,12 @@ class Platform:
 class _NoEvent:
     def record(self, stream: Any = None) -> None: ...
 
-    def query(self) -> bool:
-        return True
-
     def elapsed_time(self, other: Any) -> float:
         return 0.0
 
 
 class _NoStream:
     def wait_event(self, event: Any) -> None: ...
-
-    def wait_stream(self, stream: Any) -> None: ...
 
     def synchronize(self) -> None: ...
 
@@ -170,8 +157,6 @@ class CpuPlatform(Platform):
 
     def total_bytes(self) -> int:
         return host_memory().total_bytes
-
-    def empty_cache(self) -> None: ...
 
     @property
     def registers_host_memory(self) -> bool:

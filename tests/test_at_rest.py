@@ -290,7 +290,7 @@ def test_saving_a_component(device: torch.device, tmp_path: Path, name: str) -> 
     ("name", "edit"),
     [
         # Every edit on one pipeline and every third on the others; the rest when there is time.
-        pytest.param(name, edit, marks=[pytest.mark.slow] if name != "wan" and index % 3 else [])
+        pytest.param(name, edit, marks=[pytest.mark.slow] if name != "sd3" and index % 3 else [])
         for name in NAMES
         for index, edit in enumerate(EDITS)
     ],
@@ -338,7 +338,7 @@ def check_edit_from_callback(twin: Any, pipe: Any, call: Callable[[], dict[str, 
 @pytest.mark.parametrize(
     ("name", "edit"),
     [
-        pytest.param(name, edit, marks=[pytest.mark.slow] if name != "wan" and edit is not add_to_data else [])
+        pytest.param(name, edit, marks=[pytest.mark.slow] if name != "sd3" and edit is not add_to_data else [])
         for name in NAMES
         for edit in (add_to_data, replace_data, load_and_assign)
     ],
@@ -510,7 +510,8 @@ def sibling(pipe: Any, name: str, call: Callable[[], dict[str, Any]], **argument
 
 
 @names
-@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16], ids=str)
+# Without a dtype diffusers takes float32.
+@pytest.mark.parametrize("dtype", [None, pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
 def test_a_sibling_runs_and_sees_edits(device: torch.device, name: str, dtype: torch.dtype | None) -> None:
     arguments = {} if dtype is None else {"dtype": dtype}
     twin = resident(name, device)

@@ -250,7 +250,9 @@ class Rig:
 
     @staticmethod
     def _master(block: ToyBlock, path: str, platform: Platform, budget: PinnedBudget) -> Master:
-        return Master(lambda: find_leaves(block, path), list(block.modules()), path, platform, budget)
+        master = Master(lambda: find_leaves(block, path), [block], path, platform, budget)
+        master.pack()
+        return master
 
     def forward(self, order: Sequence[int], x: torch.Tensor | None = None) -> torch.Tensor:
         x = self.x if x is None else x

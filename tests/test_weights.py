@@ -27,6 +27,7 @@ from diffusers_omni_offload.weights.leaves import (
     Leaf,
     extent,
     find_leaves,
+    move_back,
     move_tensors,
     rebind,
     require_plain,
@@ -508,16 +509,17 @@ def test_a_released_master_leaves_ordinary_tensors() -> None:
     assert torch.equal(module.a, noise(8) + 1) and torch.equal(module.b, noise(9, seed=1))
 
 
-def test_restore_devices_goes_back_to_where_each_leaf_was(sim_platform: Platform) -> None:
+def test_move_back_goes_to_where_each_leaf_was(sim_platform: Platform) -> None:
     module = module_of(a=noise(8), b=noise(9, seed=1), steps=torch.arange(3))
     module.b.data = module.b.data.to("sim")
     module.steps = module.steps.to("sim")
     identities = [id(module.a), id(module.b), id(module.steps)]
+    homes = [(leaf.tensor, leaf.tensor.device) for leaf in find_leaves(module, "block")]
     master = master_of(module, sim_platform)
     assert {t.device for t in master.tensors} == {CPU}
     assert torch.equal(module.b, noise(9, seed=1))
     master.release()
-    master.restore_devices()
+    move_back(homes)
     assert [t.device.type for t in (module.a, module.b, module.steps)] == ["cpu", "sim", "sim"]
     assert [id(module.a), id(module.b), id(module.steps)] == identities
     assert torch.equal(module.b.cpu(), noise(9, seed=1)) and module.steps.tolist() == [0, 1, 2]

@@ -12,22 +12,23 @@ from diffusers.utils import logging as diffusers_logging
 from torch import nn
 
 from diffusers_omni_offload import hooks
+from diffusers_omni_offload.backends import preflight
 from diffusers_omni_offload.backends.base import OffloadBackend
 from diffusers_omni_offload.backends.components import ManagedComponents, foreign_message
-from diffusers_omni_offload.backends.preflight import require_memory, require_ready
 from diffusers_omni_offload.backends.remarks import first_call_summary, warn_of_pageable, warn_of_plain_tensors
 from diffusers_omni_offload.backends.residency import Residency
 from diffusers_omni_offload.backends.sharing import shared_leaves
 from diffusers_omni_offload.config import OffloadConfig
 from diffusers_omni_offload.messages import logger
 from diffusers_omni_offload.platform import on_device, platform_for, return_freed_host_memory
+from diffusers_omni_offload.registry import adapter_for
 from diffusers_omni_offload.streaming.runner import BlockRunner
 from diffusers_omni_offload.streaming.scope import CallScope
 from diffusers_omni_offload.streaming.shared import SharedLeaves
 from diffusers_omni_offload.streaming.streamer import Streamer
 from diffusers_omni_offload.topology.plan import ResolvedComponent, ResolvedPlan, format_bytes
 from diffusers_omni_offload.topology.resolver import resolve_offload_plan
-from diffusers_omni_offload.weights.leaves import Leaf, find_leaves, is_plain, move_tensors
+from diffusers_omni_offload.weights.leaves import Leaf, find_leaves, is_plain, move_back, move_tensors
 from diffusers_omni_offload.weights.master import Master
 from diffusers_omni_offload.weights.pinning import PinnedBudget
 
@@ -71,38 +72,40 @@ class LayerwiseBackend(OffloadBackend):
         self.components = ManagedComponents(self.device, self, self._run_component)
         self._shared_ids: set[int] = set()
         self._resident_paths: set[str] = set()
-        self._reported = self._said_slots_released = self._is_committed = False
+        self._reported = self._said_slots_released = False
 
     # ------------------------------------------------------------------ lifecycle
 
     def is_enabled(self) -> bool:
         return self._enabled
 
-    def enable(self, pipeline: Any, plan: ResolvedPlan | None = None, undo: ExitStack | None = None) -> None:
-        """Stream the plan's blocks and place the rest; nothing is done for a plan with a `skip_reason`.
+    def enable(self, pipeline: Any, plan: ResolvedPlan | None = None) -> None:
+        """Stream the blocks of a plan and place the rest; all is undone if a step fails.
+
+        Nothing is done for a plan with a `skip_reason`, or if it is enabled already.
 
         Args:
             pipeline: what to resolve if `plan` is None.
-            plan: a plan for `pipeline` that was resolved before.
-            undo: gets the way back of every step, for a caller that has more to do; None undoes a failure here.
+            plan: a plan that was resolved before.
 
         Raises:
-            RuntimeError, TypeError, ValueError: as `preflight` says; nothing was touched.
+            RuntimeError, TypeError, ValueError: as `preflight.check` says; nothing was touched.
         """
-        if undo is None:
-            with ExitStack() as own:
-                self.enable(pipeline, plan, own)
-                own.pop_all()
-            return
         if self._enabled:
             logger.warning("Layerwise offload is enabled already; disable it first to change it.")
             return
-        plan = plan or resolve_offload_plan(pipeline, self.config)
+        if plan is None:
+            plan = resolve_offload_plan(pipeline, self.config, declarations=adapter_for(type(pipeline)))
         if plan.skip_reason is not None:
             logger.warning("Nothing was offloaded: %s", plan.skip_reason)
             return
-        require_ready(plan, self.device)
-        require_memory(plan, self.platform, self.config.slots)
+        preflight.check(plan, self.platform, self.config.slots)
+        with ExitStack() as undo:
+            self.install(plan, undo)
+            undo.pop_all()
+
+    def install(self, plan: ResolvedPlan, undo: ExitStack) -> None:
+        """`enable` for a caller that has resolved and checked the plan; `undo` gets the way back of every step."""
         self._reset()
         undo.callback(self._forget)
         with on_device(self.device):
@@ -151,12 +154,8 @@ class LayerwiseBackend(OffloadBackend):
 
     def _build(self, plan: ResolvedPlan, undo: ExitStack) -> None:
         """The steps of `enable`; each has put its own undoing on `undo` before it can fail."""
-        streamed = [
-            (stack.blocks[index], f"{stack.component}.{stack.block_paths[index]}")
-            for stack in plan.stacks
-            for index in stack.streamed
-        ]
-        blocks = {id(block) for block, _ in streamed}
+        streamed = list(plan.streamed_blocks())
+        blocks = {id(block) for _, block in streamed}
         self._resident_paths = {
             component.path
             for component in plan.components
@@ -165,14 +164,13 @@ class LayerwiseBackend(OffloadBackend):
         components = self._not_borrowed(plan)
         for component in components:
             self.residency.add(component.path, component.module)
-        for block, _ in streamed:
-            self.residency.stream(block)
-        shared = shared_leaves([find_leaves(block, path) for block, path in streamed], self.residency.leaves())
+        for _, block in streamed:
+            self.residency.leave_out(block)
+        shared = shared_leaves([find_leaves(block, path) for path, block in streamed], self.residency.leaves())
         self._shared_ids.update(id(leaf.tensor) for leaf in shared)
         self._pack(plan, shared, undo)
 
-        self.residency.excluded = self._held_ids()
-        self.residency.place(undo)
+        self.residency.place(self._held_ids(), undo)
         return_freed_host_memory()
 
         undo.callback(self._release_device)
@@ -181,14 +179,13 @@ class LayerwiseBackend(OffloadBackend):
             self.shared.require_slot()
 
         self._runner = BlockRunner(self.streamer, self.scope, self.shared)
-        number = 0
         for stack in plan.stacks:
-            for block, path in zip(stack.blocks, stack.block_paths, strict=True):
+            for index, block in enumerate(stack.blocks):
                 undo.callback(hooks.remove_owned, block, hooks.BLOCK_HOOK)
-                full_path = f"{stack.component}.{path}"
-                hooks.install_innermost(block, hooks.BlockHook(full_path, number, self._runner.run), hooks.BLOCK_HOOK)
-                self._blocks.append((block, full_path))
-                number += 1
+                # Its number in the streamer, which got the stacks in the same order.
+                hook = hooks.BlockHook(stack.path(index), len(self._blocks), self._runner.run)
+                hooks.install_innermost(block, hook, hooks.BLOCK_HOOK)
+                self._blocks.append((block, hook.path))
         for component in components:
             before = self.spare_slots if component.role == "vae" else None
             self.components.attach(component.path, component.module, undo, before)
@@ -213,7 +210,7 @@ class LayerwiseBackend(OffloadBackend):
             # DiTs first: they are streamed at every step, so they get what may be pinned.
             for stack in sorted(plan.stacks, key=lambda stack: stack.kind != "dit"):
                 for index in stack.streamed:
-                    path = f"{stack.component}.{stack.block_paths[index]}"
+                    path = stack.path(index)
                     packed[id(stack.blocks[index])] = self._add_master(
                         self._block_master(stack.blocks[index], path), undo
                     )
@@ -236,7 +233,7 @@ class LayerwiseBackend(OffloadBackend):
 
     def _add_master(self, master: Master, undo: ExitStack) -> Master:
         self._masters.append(master)
-        undo.callback(master.restore_devices)
+        undo.callback(move_back, [(leaf.tensor, leaf.tensor.device) for leaf in master.find()])
         undo.callback(master.release)
         master.pack()
         return master
@@ -249,7 +246,7 @@ class LayerwiseBackend(OffloadBackend):
     def add_resident(self, path: str, module: nn.Module, undo: ExitStack) -> None:
         """Manage a component that came later: it lives on the device. `undo` gets the way back first."""
         undo.callback(self.residency.remove, module)
-        missing = sum(_nbytes_off(leaf, self.device) for leaf in find_leaves(module, path))
+        missing = sum(leaf.nbytes for leaf in find_leaves(module, path) if leaf.tensor.device != self.device)
         if self.platform.is_asynchronous and missing > self.platform.free_bytes():
             raise RuntimeError(
                 f"{path} takes {format_bytes(missing)} on {str(self.device)!r}, which has "
@@ -257,9 +254,10 @@ class LayerwiseBackend(OffloadBackend):
                 "streamed."
             )
         self.residency.add(path, module)
-        self.residency.place(undo)
-        self.components.attach(path, module, undo, self.spare_slots if "vae" in path else None)
+        self.residency.place(self._held_ids(), undo)
         self._resident_paths.add(path)
+        # Its role isn't declared; where it is no VAE, its entry points announce themselves to nobody.
+        self.components.attach(path, module, undo, self.spare_slots)
 
     def remove_component(self, module: nn.Module) -> None:
         """Let go of a component that no pipeline needs offloaded any more: its tensors end on the CPU."""
@@ -299,13 +297,10 @@ class LayerwiseBackend(OffloadBackend):
             RuntimeError: somebody else took over a component's weights.
         """
         self.components.require_ours()
-        owner = hooks.foreign_offload([block for block, _ in self._blocks])
-        if owner is not None:
-            raise RuntimeError(foreign_message(self._blocks[0][1].rpartition(".")[0], owner))
-        if not self._is_committed:
-            self._is_committed = True
-            for master in self._masters:
-                master.commit()
+        for block, path in self._blocks:
+            owner = hooks.foreign_offload([block])
+            if owner is not None:
+                raise RuntimeError(foreign_message(path, owner))
         stale = [master for master in self._masters if not master.is_current()]
         has_changed = bool(stale) or not self.residency.is_current()
         if has_changed:
@@ -336,8 +331,7 @@ class LayerwiseBackend(OffloadBackend):
         for master in stale:
             master.pack(in_place=in_place)
             return_freed_host_memory()
-        self.residency.excluded = self._held_ids()
-        self.residency.place()
+        self.residency.place(self._held_ids())
         if self._runner is not None:
             self._runner.inspect_again()
 
@@ -378,10 +372,6 @@ class LayerwiseBackend(OffloadBackend):
             device_bytes=streamer.slots.nbytes + shared,
             pinned_bytes=self.budget.pinned_bytes,
         )
-
-
-def _nbytes_off(leaf: Leaf, device: torch.device) -> int:
-    return 0 if leaf.tensor.device == device else leaf.tensor.numel() * leaf.tensor.element_size()
 
 
 @contextmanager

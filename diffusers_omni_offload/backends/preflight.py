@@ -13,7 +13,7 @@ from diffusers_omni_offload.backends.residency import require_placeable
 from diffusers_omni_offload.backends.sharing import shared_leaves
 from diffusers_omni_offload.platform import Platform
 from diffusers_omni_offload.topology.plan import ResolvedPlan, format_bytes
-from diffusers_omni_offload.weights.leaves import ALIGNMENT, Leaf, find_leaves, require_plain
+from diffusers_omni_offload.weights.leaves import Layout, Leaf, distinct_leaves, find_leaves, require_plain
 
 
 @dataclass(frozen=True)
@@ -51,42 +51,51 @@ def device_need(plan: ResolvedPlan, device: torch.device, slots: int) -> DeviceN
     freed = residents = largest = 0
     shared = _shared(plan)
     counted = {id(leaf.tensor) for leaf in shared}
-    apart = sum(-(-_nbytes(leaf.tensor) // ALIGNMENT) * ALIGNMENT for leaf in shared)
-    freed += sum(_nbytes(leaf.tensor) for leaf in shared if leaf.tensor.device == device)
+    apart = Layout([leaf.tensor for leaf in shared]).nbytes
+    freed += sum(leaf.nbytes for leaf in shared if leaf.tensor.device == device)
     for stack in plan.stacks:
         kept = set(stack.resident)
         for index, block in enumerate(stack.blocks):
             leaves = find_leaves(block, "", counted)
             counted.update(id(leaf.tensor) for leaf in leaves)
-            on_device = sum(_nbytes(leaf.tensor) for leaf in leaves if leaf.tensor.device == device)
-            total = sum(_nbytes(leaf.tensor) for leaf in leaves)
+            on_device = sum(leaf.nbytes for leaf in leaves if leaf.tensor.device == device)
+            total = sum(leaf.nbytes for leaf in leaves)
             if index in kept:
                 residents += total - on_device
             else:
-                packed = sum(-(-_nbytes(leaf.tensor) // ALIGNMENT) * ALIGNMENT for leaf in leaves)
-                largest = max(largest, packed)
+                largest = max(largest, Layout([leaf.tensor for leaf in leaves]).nbytes)
                 freed += on_device
     state = 0
     for component in plan.components:
         leaves = find_leaves(component.module, "", counted)
         counted.update(id(leaf.tensor) for leaf in leaves)
-        state += sum(_nbytes(leaf.tensor) for leaf in leaves if leaf.tensor.device != device)
+        state += sum(leaf.nbytes for leaf in leaves if leaf.tensor.device != device)
     return DeviceNeed(state, residents, slots * largest + apart, freed)
 
 
 def _shared(plan: ResolvedPlan) -> list[Leaf]:
-    streamed = [stack.blocks[index] for stack in plan.stacks for index in stack.streamed]
+    streamed = [block for _, block in plan.streamed_blocks()]
     inside = {id(module) for block in streamed for module in block.modules()}
-    elsewhere = [
-        Leaf(tensor, "")
+    elsewhere = distinct_leaves(
+        ("", module)
         for component in plan.components
         for module in component.module.modules()
         if id(module) not in inside
-        for table in (module._parameters, module._buffers)
-        for tensor in table.values()
-        if tensor is not None
-    ]
+    )
     return shared_leaves([find_leaves(block, "") for block in streamed], elsewhere)
+
+
+def check(
+    plan: ResolvedPlan,
+    platform: Platform,
+    slots: int,
+    *,
+    spare: int = 0,
+    advise: Callable[[int], str] = lambda available: "Free some of it, or use fewer slots or resident layers.",
+) -> None:
+    """All of the preflight: `require_ready`, then `require_memory`; see there."""
+    require_ready(plan, platform.device)
+    require_memory(plan, platform, slots, spare=spare, advise=advise)
 
 
 def require_memory(
@@ -94,8 +103,8 @@ def require_memory(
     platform: Platform,
     slots: int,
     *,
-    spare: int = 0,
-    advise: Callable[[int], str] = lambda available: "Free some of it, or use fewer slots or resident layers.",
+    spare: int,
+    advise: Callable[[int], str],
 ) -> None:
     """Refuse a plan whose weights and slots don't fit in the free device memory; the host's isn't looked at.
 
@@ -152,27 +161,11 @@ def require_ready(plan: ResolvedPlan, device: torch.device) -> None:
                 "Load it unquantized, or leave it out of `components`."
             )
         for index in stack.streamed:
-            for leaf in find_leaves(stack.blocks[index], f"{stack.component}.{stack.block_paths[index]}"):
+            for leaf in find_leaves(stack.blocks[index], stack.path(index)):
                 require_plain(leaf)
                 streamed.add(id(leaf.tensor))
     for component in plan.components:
         require_placeable(find_leaves(component.module, component.path, streamed), device)
-
-
-def plain_tensor_attributes(plan: ResolvedPlan) -> list[str]:
-    """Paths of tensors in streamed blocks that are neither parameters nor buffers, and so are never moved."""
-    return [
-        f"{stack.component}.{stack.block_paths[index]}.{path}.{name}".replace("..", ".")
-        for stack in plan.stacks
-        for index in stack.streamed
-        for path, module in stack.blocks[index].named_modules()
-        for name, value in vars(module).items()
-        if isinstance(value, torch.Tensor)
-    ]
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _quantizer(module: nn.Module) -> str | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from diffusers_omni_offload.backends.preflight import plain_tensor_attributes
+import torch
+
 from diffusers_omni_offload.messages import logger
 from diffusers_omni_offload.streaming.streamer import Streamer
 from diffusers_omni_offload.topology.plan import ResolvedPlan, format_bytes
@@ -17,7 +18,7 @@ _NOTICEABLE_WAIT = 0.05
 
 def warn_of_plain_tensors(plan: ResolvedPlan) -> None:
     """Name the tensors in streamed blocks that nothing moves."""
-    paths = plain_tensor_attributes(plan)
+    paths = _plain_tensor_attributes(plan)
     if paths:
         more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
         logger.warning(
@@ -62,3 +63,14 @@ def first_call_summary(masters: Sequence[Master], streamer: Streamer, waited: fl
         f"{format_bytes(streamed)} streamed, {pinned / streamed if streamed else 0:.0%} of it pinned; "
         f"{streamer.demand_loads} of {streamer.loads} loads on demand; {limit}."
     )
+
+
+def _plain_tensor_attributes(plan: ResolvedPlan) -> list[str]:
+    """Paths of tensors in streamed blocks that are neither parameters nor buffers, and so are never moved."""
+    return [
+        f"{module_path}.{name}"
+        for path, block in plan.streamed_blocks()
+        for module_path, module in block.named_modules(prefix=path)
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor)
+    ]

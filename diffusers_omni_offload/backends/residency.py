@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
 
 import torch
 from torch import nn
 
-from diffusers_omni_offload.weights.leaves import PLAIN_TYPES, Leaf, move_tensors
+from diffusers_omni_offload.weights.leaves import PLAIN_TYPES, Leaf, distinct_leaves, move_back, move_tensors
 from diffusers_omni_offload.weights.snapshot import Snapshot
 
 
@@ -18,19 +18,15 @@ class Residency:
 
     Args:
         device: the execution device.
-
-    Attributes:
-        excluded: `id` of tensors that a master holds although a module outside of streamed blocks has them too.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.excluded: AbstractSet[int] = frozenset()
         self._roots: dict[int, tuple[str, nn.Module]] = {}
         self._streamed: list[nn.Module] = []
         self._snapshot: Snapshot | None = None
 
-    def stream(self, block: nn.Module) -> None:
+    def leave_out(self, block: nn.Module) -> None:
         """Leave `block` and what is below it to its master."""
         self._streamed.append(block)
 
@@ -46,34 +42,30 @@ class Residency:
 
     def leaves(self) -> list[Leaf]:
         """Every parameter and buffer outside of streamed blocks, each once; those of masters included."""
-        found: dict[int, Leaf] = {}
-        for path, module in self._modules():
-            for table in (module._parameters, module._buffers):
-                for name, tensor in table.items():
-                    if tensor is not None:
-                        found.setdefault(id(tensor), Leaf(tensor, f"{path}.{name}" if path else name))
-        return list(found.values())
+        return distinct_leaves(self._modules())
 
     def is_current(self) -> bool:
         """Whether nothing was added, replaced or moved since `place`."""
         return self._snapshot is not None and self._snapshot.is_current()
 
-    def place(self, undo: ExitStack | None = None) -> None:
+    def place(self, held: AbstractSet[int], undo: ExitStack | None = None) -> None:
         """Move what isn't on the device there.
 
         Args:
+            held: `id` of the tensors that are in a master.
             undo: gets the way back first.
 
         Raises:
             TypeError: a tensor subclass would have to be moved.
+            ValueError: a tensor is on the meta device.
         """
-        leaves = [leaf for leaf in self.leaves() if id(leaf.tensor) not in self.excluded]
+        leaves = [leaf for leaf in self.leaves() if id(leaf.tensor) not in held]
         require_placeable(leaves, self.device)
         tensors = [leaf.tensor for leaf in leaves]
         # A wrapper subclass may have no storage of its own to look at; its identity is watched all the same.
         plain = [tensor for tensor in tensors if type(tensor) in PLAIN_TYPES]
         if undo is not None:
-            undo.callback(_move_back, [(tensor, tensor.device) for tensor in plain])
+            undo.callback(move_back, [(tensor, tensor.device) for tensor in plain])
         move_tensors(plain, self.device)
         self._snapshot = Snapshot([module for _, module in self._modules()], plain)
 
@@ -110,11 +102,3 @@ def require_placeable(leaves: list[Leaf], device: torch.device) -> None:
                 f"{leaf.path} is a {type(tensor).__name__} on {str(tensor.device)!r}, which can't be moved safely. "
                 f"Move its component to {str(device)!r} before enabling, or load it unquantized."
             )
-
-
-def _move_back(homes: Sequence[tuple[torch.Tensor, torch.device]]) -> None:
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for tensor, device in homes:
-        by_device.setdefault(device, []).append(tensor)
-    for device, tensors in by_device.items():
-        move_tensors(tensors, device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 
 from diffusers_omni_offload.messages import logger
@@ -66,6 +66,11 @@ class CallScope:
             self._streamer.slots.forget()
             self._streamer.require_slots()
 
+    def require_closed(self, what: str) -> None:
+        """`exclusive` for an instant: refuse if a call is running."""
+        with self.exclusive(what):
+            pass
+
     @contextmanager
     def exclusive(self, what: str) -> Iterator[None]:
         """Keep every call out for a change of the whole setup.
@@ -83,12 +88,26 @@ class CallScope:
         finally:
             self._lock.release()
 
+    @contextmanager
+    def preparing(self, prepare: Callable[[], None]) -> Iterator[None]:
+        """Enter the scope; if that opens it, run `prepare` first, with other threads kept out already."""
+        with ExitStack() as stack:
+            self._enter(prepare)
+            stack.push(self.__exit__)
+            yield
+
     def __enter__(self) -> CallScope:
+        self._enter(None)
+        return self
+
+    def _enter(self, prepare: Callable[[], None] | None) -> None:
         if self.is_open:
             self._depth += 1
-            return self
+            return
         self._acquire()
         try:
+            if prepare is not None:
+                prepare()
             if self._streamer.is_running:
                 # The last call's end was interrupted itself.
                 self._streamer.settle()
@@ -99,7 +118,6 @@ class CallScope:
             raise
         self._depth = 1
         self._owner = threading.current_thread()
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -175,7 +175,8 @@ def _has_own_tensors(module: nn.Module) -> bool:
 
 def _declaring(pipeline: Any, declarations: type | None) -> tuple[Any, str]:
     for name in (_DECLARATIONS["dit"], OFFLOAD_PLAN_ATTRIBUTE):
-        if getattr(pipeline, name, None) is not None:
+        # An offloaded pipeline's class is composed with its adapter, whose declarations aren't the pipeline's own.
+        if getattr(pipeline, name, None) not in (None, getattr(declarations, name, None)):
             return pipeline, type(pipeline).__name__
     if declarations is not None:
         return declarations, getattr(declarations, "__name__", type(declarations).__name__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -56,6 +57,10 @@ class BlockStack:
         """Bytes of the blocks that stay on the device."""
         return sum(self.nbytes[index] for index in self.resident)
 
+    def path(self, index: int) -> str:
+        """The dotted path of a block, from the pipeline on."""
+        return f"{self.component}.{self.block_paths[index]}"
+
     def describe(self) -> str:
         """One line: counts and sizes."""
         line = f"{len(self.streamed)} of {len(self.blocks)} blocks streamed ({format_bytes(self.streamed_bytes)})"
@@ -101,6 +106,12 @@ class ResolvedPlan:
             if component.path == path:
                 return component
         raise KeyError(f"No component {path!r} in the plan; it has {', '.join(c.path for c in self.components)}.")
+
+    def streamed_blocks(self) -> Iterator[tuple[str, nn.Module]]:
+        """(dotted path, block) of every block that is streamed, in the order of the stacks."""
+        for stack in self.stacks:
+            for index in stack.streamed:
+                yield stack.path(index), stack.blocks[index]
 
     def with_role(self, role: ComponentRole) -> tuple[ResolvedComponent, ...]:
         """The components of a role, in the order of their declaration."""

@@ -23,6 +23,11 @@ class Leaf:
     tensor: torch.Tensor
     path: str
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return self.tensor.numel() * self.tensor.element_size()
+
 
 def find_leaves(module: nn.Module, path: str, exclude: AbstractSet[int] = frozenset()) -> list[Leaf]:
     """The parameters and buffers below `module`, each object once, in registration order.
@@ -32,14 +37,19 @@ def find_leaves(module: nn.Module, path: str, exclude: AbstractSet[int] = frozen
         path: the module's own dotted path, for messages.
         exclude: `id` of tensors to leave out.
     """
+    return distinct_leaves(module.named_modules(prefix=path), exclude)
+
+
+def distinct_leaves(modules: Iterable[tuple[str, nn.Module]], exclude: AbstractSet[int] = frozenset()) -> list[Leaf]:
+    """The parameters and buffers that these modules, given with their paths, hold themselves; each object once."""
     seen = set(exclude)
     leaves = []
-    for owner_path, owner in module.named_modules(prefix=path):
-        for tensors in (owner._parameters, owner._buffers):
-            for name, tensor in tensors.items():
+    for path, module in modules:
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
                 if tensor is not None and id(tensor) not in seen:
                     seen.add(id(tensor))
-                    leaves.append(Leaf(tensor, f"{owner_path}.{name}" if owner_path else name))
+                    leaves.append(Leaf(tensor, f"{path}.{name}" if path else name))
     return leaves
 
 
@@ -110,6 +120,7 @@ class Layout:
     Attributes:
         placements: one for each tensor, in order.
         nbytes: size of the packed buffer.
+        is_disjoint: whether no two tensors share bytes.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -121,17 +132,14 @@ class Layout:
             offset += -(-(stop - start) // ALIGNMENT) * ALIGNMENT
         self.nbytes = offset
         self._spans = [span for group in spans.values() for span in group]
+        stored = sum(1 for _, start, stop in extents if stop > start)
+        self.is_disjoint = len(self._spans) == stored
         self.placements = [
             Placement(
                 _packed_offset(spans, *found), found[2] - found[1], tensor.dtype, tensor.shape, tuple(tensor.stride())
             )
             for tensor, found in zip(tensors, extents, strict=True)
         ]
-
-    @property
-    def is_disjoint(self) -> bool:
-        """Whether no two tensors share bytes."""
-        return len(self._spans) == sum(1 for placement in self.placements if placement.nbytes)
 
     def copy_to(self, buffer: torch.Tensor) -> None:
         """Copy every byte into `buffer`, a uint8 tensor of shape (nbytes,), and let the old storages go."""
@@ -195,13 +203,12 @@ def move_tensors(tensors: Sequence[torch.Tensor], device: torch.device) -> None:
     """Move tensors to `device` in place: identity, strides and shared storage are kept.
 
     Args:
-        tensors: plain tensors; those that are there already stay as they are, unless they share bytes with one
-            that isn't.
+        tensors: plain tensors; those that are there already stay as they are.
         device: where to.
     """
-    there = [tensor for tensor in tensors if tensor.device != device]
+    elsewhere = [tensor for tensor in tensors if tensor.device != device]
     groups: dict[int, list[torch.Tensor]] = {}
-    for tensor in there:
+    for tensor in elsewhere:
         groups.setdefault(tensor.untyped_storage().data_ptr() or id(tensor), []).append(tensor)
     for group in groups.values():
         layout = Layout(group)
@@ -219,6 +226,15 @@ def move_tensors(tensors: Sequence[torch.Tensor], device: torch.device) -> None:
         for tensor, placement in zip(group, layout.placements, strict=True):
             source = buffer[placement.offset : placement.offset + placement.nbytes]
             rebind(tensor, lambda source=source, placement=placement: placement.view(source))  # type: ignore[misc]
+
+
+def move_back(homes: Sequence[tuple[torch.Tensor, torch.device]]) -> None:
+    """Move each tensor to the device beside it."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor, device in homes:
+        by_device.setdefault(device, []).append(tensor)
+    for device, tensors in by_device.items():
+        move_tensors(tensors, device)
 
 
 def _copy_with_strides(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

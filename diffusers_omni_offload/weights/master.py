@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from diffusers_omni_offload.platform import Platform
-from diffusers_omni_offload.weights.leaves import Layout, Leaf, Placement, move_tensors, require_plain
+from diffusers_omni_offload.weights.leaves import Layout, Leaf, Placement, require_plain
 from diffusers_omni_offload.weights.pinning import HostBuffer, PinnedBudget
 from diffusers_omni_offload.weights.snapshot import Snapshot
 
@@ -42,12 +42,11 @@ class Master:
         budget: PinnedBudget,
     ) -> None:
         self.path = path
-        self._find, self._roots = find, roots
+        self.find, self._roots = find, roots
         self._platform, self._budget = platform, budget
         self._buffer: HostBuffer | None = None
         self.nbytes = 0
         self.tensors: list[torch.Tensor] = []
-        self._original_devices: list[tuple[torch.Tensor, torch.device]] = []
         self._bindings: dict[int, _Binding] = {}
         self._is_disjoint = False
         self._snapshot: Snapshot | None = None
@@ -77,7 +76,7 @@ class Master:
         Raises:
             TypeError, ValueError: a leaf can't be packed (`require_plain`); nothing was changed.
         """
-        leaves = self._find()
+        leaves = self.find()
         for leaf in leaves:
             require_plain(leaf)
         if not in_place or not self._take_in_place([leaf.tensor for leaf in leaves]):
@@ -156,18 +155,6 @@ class Master:
         if self._buffer is not None:
             self._buffer.unpin()
 
-    def restore_devices(self) -> None:
-        """Put every leaf back on the device that it was packed from at first; for an enable that failed."""
-        by_device: dict[torch.device, list[torch.Tensor]] = {}
-        for tensor, device in self._original_devices:
-            by_device.setdefault(device, []).append(tensor)
-        for device, tensors in by_device.items():
-            move_tensors(tensors, device)
-
-    def commit(self) -> None:
-        """There is no way back any more: forget where the leaves were."""
-        self._original_devices = []
-
     def _take_in_place(self, tensors: list[torch.Tensor]) -> bool:
         """Copy what was replaced into the bytes that are there, if it fits there; aliases of the rest stay true."""
         if not self._is_disjoint or list(map(id, tensors)) != list(map(id, self.tensors)):
@@ -192,7 +179,6 @@ class Master:
         """Pack the leaves into a buffer of their own."""
         tensors = [leaf.tensor for leaf in leaves]
         layout = Layout(tensors)
-        is_disjoint = layout.is_disjoint
         if self._buffer is not None:
             # Between calls no copy is under way; the new buffer may need the budget of the old one.
             self._buffer.unpin()
@@ -203,12 +189,10 @@ class Master:
             for tensor, p in zip(tensors, layout.placements, strict=True)
         ]
         # From here on nothing can fail: the leaves change from one complete set of bytes to another.
-        if self._buffer is None:
-            self._original_devices = [(tensor, tensor.device) for tensor in tensors]
         self.tensors, self._placements, self._host_binding = tensors, layout.placements, binding
         self._tracked = [tensor for tensor in tensors if not tensor.is_inference()]
         self._paths = {id(leaf.tensor): leaf.path for leaf in leaves}
-        self._bindings, self._is_disjoint = {}, is_disjoint
+        self._bindings, self._is_disjoint = {}, layout.is_disjoint
         self.nbytes, self._buffer = layout.nbytes, buffer
         self.unbind()
 

@@ -143,7 +143,8 @@ def _pack_and_copy(width: int, index: int) -> tuple[float, float]:
 
     def pack() -> tuple[float, Master]:
         begin = time.perf_counter()
-        master = Master(lambda: find_leaves(block, "block"), list(block.modules()), "block", platform, budget)
+        master = Master(lambda: find_leaves(block, "block"), [block], "block", platform, budget)
+        master.pack()
         return time.perf_counter() - begin, master
 
     def copy(source: torch.Tensor) -> float:
