@@ -103,7 +103,7 @@ def run_single_streamed_block(
     backend.enable(pipe, plan)
     found = []
     for _ in range(3):
-        with backend.scope:
+        with backend.scope.opened():
             found.append(tiny.run(pipe, call))
     assert backend.streamer.loads == 3, f"{what}: the block stays in its slot for the whole call"
     backend.disable()

@@ -277,12 +277,12 @@ class LayerwiseBackend(OffloadBackend):
 
     def _run_component(self, path: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.shared is not None:
-            with self.scope, self.shared:
+            with self.scope.opened(), self.shared:
                 return forward(*args, **kwargs)
         if path in self._resident_paths:
             # It streams nothing, so it needs no scope, and a worker thread may run it beside a call.
             return forward(*args, **kwargs)
-        with self.scope:
+        with self.scope.opened():
             return forward(*args, **kwargs)
 
     # ------------------------------------------------------------------ calls

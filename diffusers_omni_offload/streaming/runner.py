@@ -41,7 +41,7 @@ class BlockRunner:
                 or returned a view of them.
         """
         if not self._scope.is_open or (self._shared is not None and not self._shared.is_bound):
-            with self._scope:
+            with self._scope.opened():
                 if self._shared is None:
                     return self._run(block, forward, args, kwargs)
                 with self._shared:

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from types import TracebackType
+from contextlib import contextmanager
 
 from diffusers_omni_offload.messages import logger
 from diffusers_omni_offload.streaming.streamer import Streamer
 
-#: How long a thread waits for another one's call before it says so, in seconds.
-_PATIENCE = 60.0
+#: How long a thread waits for another one's call before it says so, and how often it looks, in seconds.
+_PATIENCE, _GLANCE = 60.0, 1.0
 
 
 class CallScope:
     """One pipeline call, or one forward of a streamed component outside of any; re-entrant in its thread.
 
-    The outermost entry keeps other threads out, runs the audit and forgets every slot's tag; its exit leaves nothing
-    bound and no copy in flight. Another thread waits for it, unless the thread that opened the scope has ended.
+    The outermost `opened` keeps other threads out, runs the audit and forgets every slot's tag; its end leaves nothing
+    bound and no copy in flight. Another thread waits for it, unless the thread that opened the scope has ended. An
+    interrupt (Ctrl-C) at any point leaves a scope that can be opened again.
 
     Args:
         streamer: what is streamed.
         audit: makes masters and residents agree with the modules, and returns whether they didn't; may raise, and then
-            the scope isn't entered.
+            the scope isn't opened.
         after_call: called once a call has ended without an error.
     """
 
@@ -32,7 +32,9 @@ class CallScope:
         # Not an RLock: a generator may leave the scope on another thread than the one that it entered it on.
         self._lock = threading.Lock()
         self._owner: threading.Thread | None = None
-        self._depth = 0
+        self._token: object = None
+        self._is_changing = False
+        self._is_settled = True
 
     @property
     def is_open(self) -> bool:
@@ -84,65 +86,72 @@ class CallScope:
         if not self._lock.acquire(blocking=False):
             raise RuntimeError(f"Offload can't be {what} while a call is running: it is still using the slots.")
         try:
+            self._is_changing = True
             yield
         finally:
+            self._is_changing = False
             self._lock.release()
 
     @contextmanager
-    def preparing(self, prepare: Callable[[], None]) -> Iterator[None]:
-        """Enter the scope; if that opens it, run `prepare` first, with other threads kept out already."""
-        with ExitStack() as stack:
-            self._enter(prepare)
-            stack.push(self.__exit__)
-            yield
+    def opened(self, prepare: Callable[[], None] | None = None) -> Iterator[None]:
+        """Be inside the scope for the body.
 
-    def __enter__(self) -> CallScope:
-        self._enter(None)
-        return self
-
-    def _enter(self, prepare: Callable[[], None] | None) -> None:
+        Args:
+            prepare: run first if this opens the scope, with other threads kept out already.
+        """
         if self.is_open:
-            self._depth += 1
+            yield
             return
-        self._acquire()
+        token, has_failed = object(), True
         try:
-            if prepare is not None:
-                prepare()
-            if self._streamer.is_running:
-                # The last call's end was interrupted itself.
-                self._streamer.settle()
-            self._audit()
-            self._streamer.begin()
-        except BaseException:
-            self._lock.release()
-            raise
-        self._depth = 1
+            self._begin(token, prepare)
+            yield
+            has_failed = False
+        finally:
+            # Twice, since an interrupt may cut the first short.
+            try:
+                if self._token is token:
+                    self._end(has_failed)
+            finally:
+                if self._token is token:
+                    self._close()
+
+    def _begin(self, token: object, prepare: Callable[[], None] | None) -> None:
+        self._acquire()
+        self._token = token
+        if not self._is_settled:
+            self._streamer.settle()
+        if prepare is not None:
+            prepare()
+        self._audit()
+        self._is_settled = False
+        self._streamer.begin()
         self._owner = threading.current_thread()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        is_outermost = self._depth == 1
-        try:
-            if is_outermost:
-                self._streamer.end()
-                if kind is None:
-                    self._after_call()
-        finally:
-            self._depth -= 1
-            if is_outermost:
-                self._owner = None
-                self._lock.release()
+    def _end(self, has_failed: bool) -> None:
+        self._streamer.end()
+        self._is_settled = True
+        if not has_failed:
+            self._after_call()
+        self._close()
+
+    def _close(self) -> None:
+        self._owner = self._token = None
+        self._lock.release()
 
     def _acquire(self) -> None:
-        while not self._lock.acquire(timeout=_PATIENCE):
+        waited = 0.0
+        while not self._lock.acquire(timeout=_GLANCE):
             owner = self._owner
+            if self._token is None and not self._is_changing:
+                return  # An interrupt came between taking the lock and saying so, or after: it is nobody's.
             if owner is not None and not owner.is_alive():
                 logger.warning("The thread %r ended inside a call; its call is given up.", owner.name)
-                self._depth, self._owner = 0, None
-                self._streamer.end()
                 return
-            logger.warning(
-                "Waiting for the thread %r, which is inside a call of a pipeline that shares these weights.",
-                owner.name if owner is not None else "(unknown)",
-            )
+            waited += _GLANCE
+            if waited >= _PATIENCE:
+                waited = 0.0
+                logger.warning(
+                    "Waiting for the thread %r, which is inside a call of a pipeline that shares these weights.",
+                    owner.name if owner is not None else "(unknown)",
+                )
