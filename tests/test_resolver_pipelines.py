@@ -72,7 +72,7 @@ def test_block_paths_are_the_names_of_saved_weights(pipes: dict[str, Any], name:
             assert nbytes == sum(p.numel() * p.element_size() for p in block.parameters())
 
 
-@pytest.mark.parametrize(("policy", "expected"), [("spread", (0, 2)), ("leading", (0, 1))])
+@pytest.mark.parametrize(("policy", "expected"), [("spread", (1, 3)), ("leading", (0, 1))])
 def test_residents_of_both_dits(pipes: dict[str, Any], policy: str, expected: tuple[int, ...]) -> None:
     options = {"dit": {"resident_layers": 2}}
     plan = resolve(pipes["wan"], layer_options=options, resident_policy=policy)
