@@ -51,14 +51,15 @@ class OffloadedPipeline:
             if value is not None and not isinstance(value, torch.dtype):
                 device = value
         if device is not None:
-            if torch.device(device) != torch.device("cpu") or self._execution_device.type == "cpu":
+            if torch.device(device) != torch.device("cpu"):
                 raise ValueError(
                     f"This pipeline is offloaded and runs on {str(self._execution_device)!r} as it is; "
                     f".to({str(device)!r}) would move every weight. Leave it out, or call disable_omni_offload() first."
                 )
-            logger.warning(
-                "The pipeline is offloaded and stays so; disable_omni_offload() moves every weight to the CPU."
-            )
+            if self._execution_device.type != "cpu":
+                logger.warning(
+                    "The pipeline is offloaded and stays so; disable_omni_offload() moves every weight to the CPU."
+                )
         dtype = kwargs.get("dtype", others[0] if others else None)
         if dtype is None:
             return self

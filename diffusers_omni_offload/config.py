@@ -289,12 +289,26 @@ def _choice(name: str, value: Any, choices: Collection[str]) -> str:
     plain = value.value if isinstance(value, Enum) else value
     if plain not in choices:
         raise ValueError(
-            f"{name} is {plain!r}, which is unknown; choose from {', '.join(choices)}.{_closest(plain, choices)}"
+            f"{name} has {plain!r}, which is unknown; choose from {', '.join(choices)}.{_closest(plain, choices)}"
         )
     return str(plain)
 
 
+#: Words that belong elsewhere, and what to say of them.
+_ELSEWHERE = {
+    "transformer": "The DiT is called 'dit' here, whatever the pipeline calls it.",
+    "unet": "The denoising model is called 'dit' here, whatever the pipeline calls it.",
+    "vae": "The VAE stays on the device.",
+    "resident_layers": "It is an option of a component: layer_options={'dit': {'resident_layers': ...}}.",
+    "resident_policy": "It is an argument of its own, beside layer_options.",
+    "slots": "It is an argument of its own, beside layer_options.",
+    "pin_memory": "It is an argument of its own, beside layer_options.",
+}
+
+
 def _closest(value: str, choices: Collection[str]) -> str:
+    if value in _ELSEWHERE:
+        return f" {_ELSEWHERE[value]}"
     matches = difflib.get_close_matches(
         value.lower().replace("_", "-"), [c.replace("_", "-") for c in choices], n=1, cutoff=0.5
     )

@@ -269,7 +269,10 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
         )
     if accelerator is None or device.type != accelerator.type:
         found = accelerator.type if accelerator is not None else "none"
-        raise ValueError(f"device={str(device)!r} is not the accelerator of this process (found: {found}).")
+        raise ValueError(
+            f"device={str(device)!r} is not the accelerator of this process (found: {found}). "
+            'To run on the CPU, for a demo or a test, ask for it: device="cpu".'
+        )
     index = torch.accelerator.current_device_index() if device.index is None else device.index
     count = torch.accelerator.device_count()
     if not 0 <= index < count:

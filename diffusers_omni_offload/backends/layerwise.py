@@ -113,6 +113,8 @@ class LayerwiseBackend(OffloadBackend):
         self.plan = plan
         self._enabled = True
         self.streamer.stalls.start()
+        if not self._masters:
+            logger.info("Every block is resident, so nothing is streamed.")
         warn_of_plain_tensors(plan)
         if self.config.pin_memory is not False and self.platform.is_asynchronous:
             warn_of_pageable(self._masters, self.budget)

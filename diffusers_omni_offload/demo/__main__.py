@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number in ("first", "second"):
         streamed = tiny_wan.to_video(pipe(**call()))
         equal = equal and np.array_equal(resident, streamed)
-        say(f"after the {number} call: {counters(handle)}")
+        say(f"in total after the {number} call: {counters(handle)}")
     handle.disable()
     say(f"output equal: {equal}")
     return 0 if equal else 1

@@ -62,10 +62,14 @@ class BlockStack:
         return f"{self.component}.{self.block_paths[index]}"
 
     def describe(self) -> str:
-        """One line: counts and sizes."""
-        line = f"{len(self.streamed)} of {len(self.blocks)} blocks streamed ({format_bytes(self.streamed_bytes)})"
+        """One line: counts, and sizes as they are now, which a cast may have changed."""
+        streamed, resident = (
+            format_bytes(sum(module_nbytes(self.blocks[index]) for index in indices))
+            for indices in (self.streamed, self.resident)
+        )
+        line = f"{len(self.streamed)} of {len(self.blocks)} blocks streamed ({streamed})"
         if self.resident:
-            line += f", {len(self.resident)} resident ({format_bytes(self.resident_bytes)})"
+            line += f", {len(self.resident)} resident ({resident})"
         return line
 
     def __repr__(self) -> str:
@@ -148,7 +152,8 @@ class ResolvedPlan:
             size = format_bytes(module_nbytes(component.module))
             rows.append((component.path or "(pipeline)", type(component.module).__name__, component.role, size, what))
         widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
-        lines = [f"{self.strategy.value} plan: {format_bytes(self.streamed_bytes)} streamed"]
+        streamed = sum(module_nbytes(block) for _, block in self.streamed_blocks())
+        lines = [f"{self.strategy.value} plan: {format_bytes(streamed)} streamed"]
         if self.skip_reason is not None:
             lines.append(f"skipped: {self.skip_reason}")
         for name, class_name, role, size, what in rows:
