@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
@@ -132,10 +133,12 @@ def test_a_forward_that_was_patched_meanwhile_stays_patched(device: torch.device
     patch(twin)
     expected = tiny.run(twin, call)
     pipe, _ = build_toy(4)
-    pipe.enable_omni_offload("layer")
+    backend = weakref.ref(pipe.enable_omni_offload("layer").backend)
     patch(pipe)
     assert np.array_equal(tiny.run(pipe, call), expected) and not np.array_equal(plain, expected)
     pipe.disable_omni_offload()
+    gc.collect()
+    assert backend() is None, "the patch's closure holds what streamed the blocks"
     assert np.array_equal(tiny.run(pipe.to(device), call), expected)
 
 
