@@ -212,20 +212,16 @@ class LayerwiseBackend(OffloadBackend):
             # DiTs first: they are streamed at every step, so they get what may be pinned.
             for stack in sorted(plan.stacks, key=lambda stack: stack.kind != "dit"):
                 for index in stack.streamed:
-                    path = stack.path(index)
-                    packed[id(stack.blocks[index])] = self._add_master(
-                        self._block_master(stack.blocks[index], path), undo
-                    )
+                    block = stack.blocks[index]
+                    packed[id(block)] = self._add_master(self._block_master(block, stack.path(index)), undo)
                     return_freed_host_memory()
                     advance()
             if shared:
                 master = Master(lambda: shared, [], "shared leaves", self.platform, self.budget)
                 self.shared = SharedLeaves(self._add_master(master, undo), self.streamer)
         for stack in plan.stacks:
-            kept = set(stack.resident)
-            self.streamer.add_stack(
-                None if index in kept else packed[id(block)] for index, block in enumerate(stack.blocks)
-            )
+            # Resident blocks have no master.
+            self.streamer.add_stack(packed.get(id(block)) for block in stack.blocks)
 
     def _block_master(self, block: nn.Module, path: str) -> Master:
         def find() -> list[Leaf]:

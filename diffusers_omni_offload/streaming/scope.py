@@ -53,8 +53,7 @@ class CallScope:
             raise RuntimeError("refresh() was called while a block is running; call it between forwards.")
         self._streamer.settle()
         self._audit()
-        self._streamer.slots.forget()
-        self._streamer.require_slots()
+        self._distrust_slots()
 
     @contextmanager
     def edits(self) -> Iterator[None]:
@@ -65,8 +64,12 @@ class CallScope:
         self._streamer.settle()
         yield
         if self._audit():
-            self._streamer.slots.forget()
-            self._streamer.require_slots()
+            self._distrust_slots()
+
+    def _distrust_slots(self) -> None:
+        """Believe no slot that was filled before; a block that grew may need larger ones."""
+        self._streamer.slots.forget()
+        self._streamer.require_slots()
 
     def require_closed(self, what: str) -> None:
         """`exclusive` for an instant: refuse if a call is running."""

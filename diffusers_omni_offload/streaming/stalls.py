@@ -17,7 +17,6 @@ class StallMeter:
 
     def __init__(self, platform: Platform) -> None:
         self._platform = platform
-        self._is_wanted = False
         self._events: list[Event] = []
         self.is_measuring = self._is_wanted = False
 

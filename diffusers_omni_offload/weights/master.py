@@ -22,7 +22,7 @@ class Master:
     inside a forward `bind` makes them views of a slot.
 
     Args:
-        find: returns the leaves as the modules hold them now; called again by `repack`.
+        find: returns the leaves as the modules hold them now; called again by each `pack`.
         roots: the modules below which leaves may come, go or be replaced.
         path: dotted path for messages.
         platform: where the copies go to.
