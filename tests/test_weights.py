@@ -254,8 +254,6 @@ def test_rebind_in_the_tensor_s_own_mode(is_inference: bool) -> None:
 
 @dtypes
 def test_move_tensors_there_and_back(device: torch.device, dtype: torch.dtype) -> None:
-    if dtype is torch.float8_e4m3fn:
-        pytest.skip("the simulated device has no such kernels")
     tensors = [make(dtype) for make in GEOMETRIES.values()]
     copies = [tensor.clone() for tensor in tensors]
     geometry = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors]
@@ -317,8 +315,6 @@ def test_a_packed_leaf_is_the_same_tensor_with_its_own_storage(
 
 @dtypes
 def test_binding_to_a_slot_and_back(sim_platform: Platform, dtype: torch.dtype) -> None:
-    if dtype is torch.float8_e4m3fn:
-        pytest.skip("the simulated device has no such kernels")
     module = module_of(**{name.replace(" ", "_").replace("0-", "_"): make(dtype) for name, make in GEOMETRIES.items()})
     tensors = [leaf.tensor for leaf in find_leaves(module, "")]
     copies = [tensor.detach().clone() for tensor in tensors]
