@@ -16,6 +16,12 @@ OFFLOAD_PLAN_ATTRIBUTE = "_offload_plan"
 ENCODER_COMPONENT_TYPES = ("text_encoder", "image_encoder")
 """The selectors that an encoder can answer to."""
 
+_LISTS_BY_PATH = {
+    "block_attrs": "block containers",
+    "encoder_block_attrs": "block containers",
+    "entry_points": "methods",
+}
+
 
 def a_type(value: Any) -> str:
     """The class of `value` in words: "a list", "an int"."""
@@ -113,16 +119,18 @@ class OffloadPlan:
     """Submodule of a DiT, relative to it -> the block container that it streams as a stack of its own."""
     encoder_component_types: Mapping[str, str] = field(default_factory=dict)
     """Encoder path -> the selector it answers to: "text_encoder" or "image_encoder"."""
+    entry_points: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Component path -> its methods besides `forward` that the pipeline calls and that use its weights: names, relative
+    to the component ("forward_model", "image_head.sample"). Those that diffusers and transformers have (`encode`,
+    `decode`, `generate` ...) are known without it."""
 
     def __post_init__(self) -> None:
-        for name in ("block_attrs", "encoder_block_attrs"):
+        for name, what in _LISTS_BY_PATH.items():
             mapping = _checked_mapping(name, getattr(self, name))
             values = {path: _checked_paths(f"{name}[{path!r}]", value) for path, value in mapping.items()}
-            for path, containers in values.items():
-                if not containers:
-                    raise ValueError(
-                        f"OffloadPlan.{name}[{path!r}] is empty; name its block containers or leave {path!r} out."
-                    )
+            for path, names in values.items():
+                if not names:
+                    raise ValueError(f"OffloadPlan.{name}[{path!r}] is empty; name its {what} or leave {path!r} out.")
             object.__setattr__(self, name, FrozenMapping(values))
         for name in ("on_demand_component_paths", "resident_dit_paths"):
             object.__setattr__(self, name, _checked_paths(name, getattr(self, name)))
