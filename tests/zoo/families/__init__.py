@@ -1,0 +1,1 @@
+"""Builders, one file a model family."""
