@@ -10,10 +10,10 @@ from PIL import Image
 
 from diffusers_omni_offload.demo.tiny_wan import randomize_constants
 
-__all__ = ["generator", "masked_half", "noise", "picture", "seeded"]
+__all__ = ["build", "generator", "masked_half", "normal", "picture"]
 
 
-def seeded(model_class: Any, seed: int, **config: Any) -> Any:
+def build(model_class: Any, seed: int, **config: Any) -> Any:
     """A model of this class with weights drawn from `seed`, no parameter of it constant, in eval mode."""
     torch.manual_seed(seed)
     return randomize_constants(model_class(**config), seed).eval()
@@ -24,7 +24,7 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator("cpu").manual_seed(seed)
 
 
-def noise(*shape: int, seed: int = 0) -> torch.Tensor:
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     """The same normal numbers each time."""
     return torch.randn(shape, generator=generator(seed))
 
