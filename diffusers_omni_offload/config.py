@@ -13,6 +13,8 @@ from diffusers_omni_offload.declarations import ENCODER_COMPONENT_TYPES, FrozenM
 COMPONENTS = ("dit", *ENCODER_COMPONENT_TYPES)
 """The component selectors, in the order that a configuration keeps them."""
 MODES = ("layer", "module")
+CHOICES = (*MODES, "resident")
+"""What a mapping of components may choose for each."""
 SOURCES = ("memory", "checkpoint")
 RESIDENT_POLICIES = ("spread", "leading")
 MAX_SLOTS = 64
@@ -65,7 +67,7 @@ class LayerOptions:
                 parsed = cls(**options)
             except (TypeError, ValueError) as error:
                 raise type(error)(f"In {name}: {error}") from None
-        if parsed.resident_layers and component != "dit":
+        if parsed.resident_layers and component in ENCODER_COMPONENT_TYPES:
             raise ValueError(
                 f"layer_options[{component!r}] asks for resident_layers={parsed.resident_layers}, but only 'dit' can "
                 "keep blocks on the device; leave it out (an unselected encoder stays on the device as a whole)."
@@ -76,7 +78,10 @@ class LayerOptions:
 @dataclass(frozen=True)
 class OffloadConfig:
     """A validated request. `components` is None for configurations from the legacy flags: they select nothing, and what
-    can't be done for a pipeline is warned about and skipped; with a selection it raises.
+    can't be done for a pipeline is warned about and skipped; with a selection it raises. `choices` has a choice per
+    component instead, by selector ("dit", "text_encoder", "image_encoder", "vae") or path: "layer", "module" or
+    "resident"; a path goes before a selector. `is_default`: the selection is the mode's own, so what a pipeline lacks of
+    it isn't missed.
 
     `pin_memory`: pin all streamed weights, none, or at most that many bytes. `slots`: device buffers, each as large as
     the largest streamed block. `group_size`: ranks that share weights; the other multi-rank facts are what they are
@@ -85,6 +90,8 @@ class OffloadConfig:
 
     strategy: OffloadStrategy
     components: tuple[str, ...] | None = None
+    choices: Mapping[str, str] = field(default_factory=dict)
+    is_default: bool = False
     layer_options: Mapping[str, LayerOptions] = field(default_factory=dict)
     pin_memory: bool | int = True
     slots: int = 2
@@ -100,7 +107,10 @@ class OffloadConfig:
         object.__setattr__(self, "strategy", OffloadStrategy(strategy))
         if self.components is not None:
             object.__setattr__(self, "components", _parse_components(self.components))
-        _check_keys("layer_options", self.layer_options, COMPONENTS)
+        object.__setattr__(self, "choices", FrozenMapping(_parse_choices(self.choices) if self.choices else {}))
+        if self.components is not None and self.choices:
+            raise ValueError("Both components and choices select what is offloaded; leave one of the two out.")
+        _check_keys("layer_options", self.layer_options, (*COMPONENTS, *self.choices))
         options = {name: LayerOptions.parse(name, value) for name, value in self.layer_options.items()}
         object.__setattr__(self, "layer_options", FrozenMapping(options))
         if not isinstance(self.pin_memory, bool):
@@ -123,26 +133,39 @@ class OffloadConfig:
     @classmethod
     def from_options(
         cls,
-        mode: str,
+        mode: str | None,
         *,
-        components: Collection[str] | None = None,
+        components: Collection[str] | Mapping[str, str] | None = None,
         layer_options: Mapping[str, Any] | None = None,
         pin_memory: bool | int = True,
         slots: int = 2,
         resident_policy: str = "spread",
     ) -> OffloadConfig:
-        """The Python API. `mode`: "layer" or "module". `components`: a sequence of "dit", "text_encoder",
-        "image_encoder"; None means ["dit"]. `layer_options`: component -> {"weight_transfer", "resident_layers",
-        "source"}.
+        """The Python API. `mode`: "layer" or "module"; None means "layer". `components`: a sequence of "dit",
+        "text_encoder", "image_encoder"; None means ["dit"] in layer mode and all of them in module mode; or a mapping
+        from these, "vae" or a component's path to "layer", "module" or "resident", and then `mode` may be left out.
+        `layer_options`: component -> {"weight_transfer", "resident_layers", "source"}.
 
         Raises TypeError or ValueError, with the choices.
         """
-        mode = _choice("mode", mode, MODES)
-        selected = ("dit",) if components is None else _parse_components(components)
-        options = _parse_layer_options(mode, selected, layer_options)
+        if mode is not None:
+            mode = _choice("mode", mode, MODES)
+        if isinstance(components, Mapping):
+            choices = _parse_choices(components)
+            strategy_mode = _mode_of(choices, mode)
+            selected: tuple[str, ...] | None = None
+            layered = tuple(name for name, choice in choices.items() if choice == "layer")
+        else:
+            choices, strategy_mode = {}, mode or "layer"
+            is_module = strategy_mode == "module"
+            default = COMPONENTS if is_module else ("dit",)
+            selected = layered = default if components is None else _parse_components(components)
+        options = _parse_layer_options(strategy_mode, layered, layer_options)
         return cls(
-            strategy=_strategy_of(mode, options.values()),
+            strategy=_strategy_of(strategy_mode, options.values()),
             components=selected,
+            choices=choices,
+            is_default=components is None and strategy_mode == "module",
             layer_options=options,
             pin_memory=pin_memory,
             slots=slots,
@@ -176,7 +199,7 @@ class OffloadConfig:
     @property
     def is_explicit(self) -> bool:
         """True if components were selected, so that whatever can't be done raises."""
-        return self.components is not None
+        return self.components is not None or bool(self.choices)
 
     @property
     def uses_allgather(self) -> bool:
@@ -193,25 +216,28 @@ class OffloadConfig:
         return size if size > 1 else self.sequence_parallel_size
 
     def selects(self, component: str) -> bool:
-        """True if `component` ("dit", "text_encoder", "image_encoder") is to be offloaded. Without a selection that is
-        the DiT for layerwise strategies and everything that can be for the model-level one."""
-        if self.strategy is OffloadStrategy.NONE:
-            return False
-        if self.components is None:
-            return self.strategy is OffloadStrategy.MODEL_LEVEL or component == "dit"
-        return component in self.components
+        """True if `component` ("dit", "text_encoder", "image_encoder", "vae") is to be offloaded. Without a selection
+        that is the DiT for layerwise strategies and DiT and encoders for the model-level one."""
+        return self.choice_for(component) != "resident"
 
-    def options_for(self, component: str) -> LayerOptions:
-        """The options of a component; the defaults if none were given."""
-        return self.layer_options.get(component, LayerOptions())
+    def choice_for(self, selector: str, path: str = "") -> str:
+        """What is chosen for a component, by its path or by its selector: "layer", "module" or "resident"."""
+        if self.strategy is OffloadStrategy.NONE:
+            return "resident"
+        if self.choices:
+            return self.choices.get(path) or self.choices.get(selector, "resident")
+        is_model_level = self.strategy is OffloadStrategy.MODEL_LEVEL
+        selected = self.components or (COMPONENTS if is_model_level else ("dit",))
+        if selector not in selected:
+            return "resident"
+        return "module" if is_model_level else "layer"
+
+    def options_for(self, selector: str, path: str = "") -> LayerOptions:
+        """The options of a component, by its path or by its selector; the defaults if none were given."""
+        return self.layer_options.get(path) or self.layer_options.get(selector, LayerOptions())
 
     def require_supported(self) -> None:
         """Raises NotImplementedError, naming the strategy or the option, for what this version can't carry out."""
-        if self.strategy is OffloadStrategy.MODEL_LEVEL:
-            raise NotImplementedError(
-                "The strategy 'model-level' (mode='module') isn't there yet; use mode='layer', which streams the "
-                "weights."
-            )
         for component, options in self.layer_options.items():
             if options.weight_transfer is WeightTransfer.ALLGATHER:
                 raise NotImplementedError(
@@ -233,6 +259,34 @@ def _strategy_of(mode: str, options: Iterable[LayerOptions]) -> OffloadStrategy:
     return OffloadStrategy.LAYERWISE
 
 
+def _parse_choices(components: Mapping[Any, Any]) -> dict[str, str]:
+    """Component or path -> choice. Paths are looked up when the pipeline is known."""
+    if not components:
+        raise ValueError(f"components is empty; choose for at least one component, from {', '.join(CHOICES)}.")
+    for name in components:
+        if not isinstance(name, str) or not name:
+            raise TypeError(
+                f"components has the key {name!r} ({a_type(name)}), but a component ({', '.join(COMPONENTS)}, vae) or "
+                "the path of one is needed."
+            )
+    return {name: _choice(f"components[{name!r}]", choice, CHOICES) for name, choice in components.items()}
+
+
+def _mode_of(choices: Mapping[str, str], mode: str | None) -> str:
+    """The mode that decides on the strategy: "layer" if anything is streamed."""
+    chosen = [choice for choice in MODES if choice in choices.values()]
+    if not chosen:
+        raise ValueError(
+            "components keeps everything resident, so nothing would be offloaded; choose 'layer' or 'module' for "
+            "at least one."
+        )
+    if mode is not None and mode not in chosen:
+        raise ValueError(
+            f"The mode is {mode!r}, but components chooses that for none of {', '.join(choices)}; leave the mode out."
+        )
+    return chosen[0]
+
+
 def _parse_components(components: Any) -> tuple[str, ...]:
     if isinstance(components, str):
         raise TypeError(
@@ -240,7 +294,8 @@ def _parse_components(components: Any) -> tuple[str, ...]:
         )
     if isinstance(components, Mapping) or not isinstance(components, Collection):
         raise TypeError(
-            f"components is {a_type(components)}, but a list of names is needed; choose from {', '.join(COMPONENTS)}."
+            f"components is {a_type(components)}, but a list of names or a mapping is needed; choose from "
+            f"{', '.join(COMPONENTS)}."
         )
     if not components:
         raise ValueError(f"components is empty; choose at least one of {', '.join(COMPONENTS)}.")
@@ -250,9 +305,10 @@ def _parse_components(components: Any) -> tuple[str, ...]:
 
 
 def _parse_layer_options(mode: str, components: tuple[str, ...], layer_options: Any) -> dict[str, LayerOptions]:
+    """The options of the streamed `components`."""
     if layer_options is None:
         layer_options = {}
-    _check_keys("layer_options", layer_options, COMPONENTS)
+    _check_keys("layer_options", layer_options, tuple(dict.fromkeys((*COMPONENTS, *components))))
     if mode != "layer":
         if layer_options:
             raise ValueError(
@@ -262,7 +318,7 @@ def _parse_layer_options(mode: str, components: tuple[str, ...], layer_options: 
     for component in layer_options:
         if component not in components:
             raise ValueError(
-                f"layer_options has {component!r}, which isn't selected; add it to components "
+                f"layer_options has {component!r}, which isn't selected to be streamed; add it to components "
                 f"({', '.join(components)}) or leave it out."
             )
     return {component: LayerOptions.parse(component, layer_options.get(component, {})) for component in components}
@@ -298,7 +354,7 @@ def _choice(name: str, value: Any, choices: Collection[str]) -> str:
 _ELSEWHERE = {
     "transformer": "The DiT is called 'dit' here, whatever the pipeline calls it.",
     "unet": "The denoising model is called 'dit' here, whatever the pipeline calls it.",
-    "vae": "The VAE stays on the device.",
+    "vae": "The VAE stays on the device; components={..., 'vae': 'module'} swaps it.",
     "resident_layers": "It is an option of a component: layer_options={'dit': {'resident_layers': ...}}.",
     "resident_policy": "It is an argument of its own, beside layer_options.",
     "slots": "It is an argument of its own, beside layer_options.",

@@ -73,9 +73,14 @@ def test_omitted_transfer_is_rank_local() -> None:
     ("kwargs", "error", "words"),
     [
         ({"mode": "layers"}, ValueError, ["'layers'", "layer, module", "Did you mean 'layer'?"]),
-        ({"mode": None}, TypeError, ["mode is None"]),
+        ({"mode": 3}, TypeError, ["mode is 3"]),
         ({"components": "dit"}, TypeError, ["components=['dit']"]),
-        ({"components": {"dit": 1}}, TypeError, ["components", "dict"]),
+        ({"components": {"dit": 1}}, TypeError, ["components['dit'] is 1", "layer, module, resident"]),
+        ({"components": {1: "layer"}}, TypeError, ["the key 1 (an int)", "dit, text_encoder, image_encoder, vae"]),
+        ({"components": {"dit": "layers"}}, ValueError, ["components['dit']", "'layers'", "Did you mean 'layer'?"]),
+        ({"components": {"dit": "resident"}}, ValueError, ["keeps everything resident"]),
+        ({"components": {"dit": "layer"}, "mode": "module"}, ValueError, ["mode is 'module'", "leave the mode out"]),
+        ({"components": {}}, ValueError, ["components is empty", "layer, module, resident"]),
         ({"components": 3}, TypeError, ["components", "int"]),
         ({"components": []}, ValueError, ["components is empty", "dit, text_encoder, image_encoder"]),
         ({"components": ["text-encoder"]}, ValueError, ["Did you mean 'text_encoder'?"]),
@@ -84,7 +89,7 @@ def test_omitted_transfer_is_rank_local() -> None:
         ({"layer_options": ["dit"]}, TypeError, ["layer_options is a list"]),
         ({"layer_options": {1: {}}}, TypeError, ["key 1"]),
         ({"layer_options": {"vae": {}}}, ValueError, ["'vae'", "choose from"]),
-        ({"layer_options": {"text_encoder": {}}}, ValueError, ["'text_encoder'", "isn't selected"]),
+        ({"layer_options": {"text_encoder": {}}}, ValueError, ["'text_encoder'", "isn't selected to be streamed"]),
         ({"layer_options": {"dit": 3}}, TypeError, ["layer_options['dit'] is an int"]),
         ({"layer_options": {"dit": {"residents": 3}}}, ValueError, ["'residents'", "Did you mean 'resident_layers'?"]),
         ({"layer_options": {"dit": {"resident_layers": True}}}, TypeError, ["layer_options['dit']", "True"]),
@@ -136,7 +141,6 @@ def test_configuration_is_frozen_and_picklable() -> None:
 @pytest.mark.parametrize(
     ("mode", "layer_options", "words"),
     [
-        ("module", None, ["model-level"]),
         ("layer", {"dit": {"weight_transfer": "allgather"}}, ["allgather", "'dit'", "distributed-layerwise"]),
         ("layer", {"dit": {"source": "checkpoint"}}, ["source='checkpoint'", "layerwise"]),
     ],

@@ -93,13 +93,15 @@ class ResolvedComponent:
 class ResolvedPlan:
     """What a strategy does with a pipeline. `components` holds each module component once, by identity.
 
-    With `skip_reason` set, nothing at all is placed or hooked. `on_demand` are the paths of the components (or of DiT
+    With `skip_reason` set, nothing at all is placed or hooked. `swapped` are the paths of the components that are moved as
+    wholes. `on_demand` are the paths of the components (or of DiT
     submodules) that load and offload themselves.
     """
 
     strategy: OffloadStrategy
     components: tuple[ResolvedComponent, ...]
     stacks: tuple[BlockStack, ...]
+    swapped: tuple[str, ...] = ()
     on_demand: tuple[str, ...] = ()
     skip_reason: str | None = None
     notes: tuple[str, ...] = ()
@@ -127,6 +129,11 @@ class ResolvedPlan:
         return sum(stack.streamed_bytes for stack in self.stacks)
 
     @property
+    def swapped_bytes(self) -> int:
+        """Bytes of the components that are moved as wholes."""
+        return sum(module_nbytes(self.component(path).module) for path in self.swapped)
+
+    @property
     def resident_bytes(self) -> int:
         """Bytes of resident blocks, over all stacks (not of resident components)."""
         return sum(stack.resident_bytes for stack in self.stacks)
@@ -141,7 +148,7 @@ class ResolvedPlan:
         rows = []
         for component in self.components:
             stack = stacks.get(component.path)
-            if self.strategy is OffloadStrategy.MODEL_LEVEL and component.role in ("dit", "encoder"):
+            if component.path in self.swapped:
                 what = "swapped as a whole"
             elif component.path in self.on_demand:
                 what = "loads itself on demand"
@@ -153,7 +160,9 @@ class ResolvedPlan:
             rows.append((component.path or "(pipeline)", type(component.module).__name__, component.role, size, what))
         widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
         streamed = sum(module_nbytes(block) for _, block in self.streamed_blocks())
-        lines = [f"{self.strategy.value} plan: {format_bytes(streamed)} streamed"]
+        totals = [f"{format_bytes(streamed)} streamed"] if streamed or not self.swapped else []
+        totals += [f"{format_bytes(self.swapped_bytes)} swapped"] if self.swapped else []
+        lines = [f"{self.strategy.value} plan: {', '.join(totals)}"]
         if self.skip_reason is not None:
             lines.append(f"skipped: {self.skip_reason}")
         for name, class_name, role, size, what in rows:

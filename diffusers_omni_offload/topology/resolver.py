@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from diffusers_omni_offload.config import OffloadConfig, OffloadStrategy, WeightTransfer
-from diffusers_omni_offload.declarations import OffloadPlan, a_type
+from diffusers_omni_offload.declarations import ENCODER_COMPONENT_TYPES, OffloadPlan, a_type
 from diffusers_omni_offload.topology.blocks import (
     BLOCKS_ATTRIBUTE,
     Block,
@@ -16,6 +16,7 @@ from diffusers_omni_offload.topology.blocks import (
     declared_containers,
     find_container,
 )
+from diffusers_omni_offload.topology.choices import Choices
 from diffusers_omni_offload.topology.discovery import Discovery, discover
 from diffusers_omni_offload.topology.findings import Findings
 from diffusers_omni_offload.topology.paths import MissingPathError, is_inside, lookup
@@ -53,9 +54,11 @@ class _Resolver:
         self.pipeline, self.config = pipeline, config
         self.pipeline_name = type(pipeline).__name__
         self.findings = Findings(config.is_explicit)
-        self.selected = {name for name in ("dit", "text_encoder", "image_encoder") if config.selects(name)}
-        roles: set[ComponentRole] = {"dit" if name == "dit" else "encoder" for name in self.selected}
+        roles: set[ComponentRole] = {"dit"} if config.selects("dit") else set()
+        if config.selects("text_encoder") or config.selects("image_encoder"):
+            roles.add("encoder")
         self.discovery: Discovery = discover(pipeline, declarations, frozenset(roles), self.findings)
+        self.choices = Choices(config, self.discovery, self.findings, self.pipeline_name)
         self.plan: OffloadPlan = self.discovery.plan
         self.components = list(self.discovery.components)
         self.stacks: list[BlockStack] = []
@@ -64,20 +67,24 @@ class _Resolver:
     def resolve(self) -> ResolvedPlan:
         self._check_plan_paths()
         self._collect_on_demand()
-        skip_reason = self._check_presence()
+        skip_reason = self.choices.check()
         self._check_replication()
+        swapped: tuple[str, ...] = ()
+        if skip_reason is None:
+            swapped = tuple(path for path in self.choices.swapped() if path not in self.on_demand)
         if skip_reason is None and self.config.strategy is not OffloadStrategy.MODEL_LEVEL:
-            if "dit" in self.selected:
-                self._stack_dits()
+            self._stack_dits()
             self._stack_encoders()
+            self._stack_others()
             declared = {id(component.module) for component in self.components if self._is_declared(component)}
             check_ownership(self.stacks, self.components, declared)
-            if not self.stacks and not self.findings.explicit:
+            if not self.stacks and not swapped and not self.findings.explicit:
                 skip_reason = f"{self.pipeline_name} has no blocks that can be streamed"
         return ResolvedPlan(
             strategy=self.config.strategy,
             components=tuple(self.components),
             stacks=tuple(self.stacks),
+            swapped=swapped,
             on_demand=tuple(self.on_demand),
             skip_reason=skip_reason,
             notes=tuple(self.findings.notes),
@@ -117,32 +124,6 @@ class _Resolver:
             _require_lifecycle(path, module, "on_demand_component_paths names it")
             self.on_demand.append(path)
 
-    def _check_presence(self) -> str | None:
-        """Complains if a selected kind of component isn't there at all. Returns the skip reason, if there is one."""
-        dits, encoders = self.discovery.loaded("dit"), self.discovery.loaded("encoder")
-        is_model_level = self.config.strategy is OffloadStrategy.MODEL_LEVEL
-        if "dit" in self.selected and not dits:
-            declared = ", ".join(self.discovery.declared["dit"])
-            what = f"none of {declared} is loaded" if declared else "none is declared"
-            self.findings.problem(
-                f"{self.pipeline_name} has no DiT to offload: {what} ({self.discovery.source}). Declare its "
-                "denoising modules in _dit_modules, or load one."
-            )
-            return f"{self.pipeline_name} has no DiT"
-        for kind in ("text_encoder", "image_encoder"):
-            if self.findings.explicit and kind in self.selected and not self._declared_encoders(kind):
-                raise ValueError(
-                    f"components has {kind!r}, but {self.pipeline_name} declares no such encoder "
-                    f"({self.discovery.source} has "
-                    f"{', '.join(self.discovery.declared['encoder']) or 'no encoders'}); leave it out."
-                )
-        if is_model_level and not self.findings.explicit and not encoders:
-            self.findings.problem(
-                f"{self.pipeline_name} has no encoders to swap with its DiT, so nothing is offloaded."
-            )
-            return f"{self.pipeline_name} has no encoders"
-        return None
-
     def _check_replication(self) -> None:
         """Encoders that are sharded over several ranks must hold the same weights on each; stubs count, as other ranks
         may have loaded them."""
@@ -151,7 +132,7 @@ class _Resolver:
         for kind in ("text_encoder", "image_encoder"):
             if self.config.options_for(kind).weight_transfer is not WeightTransfer.ALLGATHER:
                 continue
-            for path in self._declared_encoders(kind):
+            for path in self.choices.declared_encoders(kind):
                 if path in self.plan.encoder_block_attrs and path not in self.plan.encoder_dlo_weight_replication:
                     raise ValueError(
                         f"{path!r} can't use weight_transfer='allgather': its weights aren't declared to be the same "
@@ -161,18 +142,10 @@ class _Resolver:
     def _is_declared(self, component: ResolvedComponent) -> bool:
         return any(component.path in paths for paths in self.discovery.declared.values())
 
-    def _declared_encoders(self, kind: str) -> tuple[str, ...]:
-        return tuple(path for path in self.discovery.declared["encoder"] if self._encoder_type(path) == kind)
-
-    def _encoder_type(self, path: str) -> str:
-        if path in self.plan.encoder_component_types:
-            return self.plan.encoder_component_types[path]
-        return "image_encoder" if path.rpartition(".")[2].startswith(("image_encoder", "vision")) else "text_encoder"
-
     # Stacks -----------------------------------------------------------------------------------------------------
 
     def _stack_dits(self) -> None:
-        dits = self.discovery.loaded("dit")
+        dits = self.choices.are("layer", "dit")
         if self.discovery.is_scan and not self.plan.block_attrs:
             # A well-known name proves nothing: what has no blocks isn't taken for a DiT, as long as something else is.
             named = [dit for dit in dits if declared_containers(dit, (), self.findings)]
@@ -181,7 +154,8 @@ class _Resolver:
                     self.findings.note(f"{dit.path!r} declares no blocks, so it stays on the device.")
             dits = tuple(named) or dits
         found = {dit.path: self._blocks(dit, self.plan.block_attrs.get(dit.path, ())) for dit in dits}
-        wanted = self.config.options_for("dit").resident_layers
+        wishes = {dit.path: self.config.options_for("dit", dit.path).resident_layers for dit in dits}
+        wanted = max(wishes.values(), default=0)
         eligible = [path for path, blocks in found.items() if blocks and path in self.plan.resident_dit_paths]
         if wanted and not eligible:
             self.findings.problem(
@@ -193,20 +167,16 @@ class _Resolver:
             blocks = found[dit.path]
             if not blocks:
                 continue
-            residents = wanted if dit.path in eligible else 0
-            if wanted and eligible and not residents:
+            residents = wishes[dit.path] if dit.path in eligible else 0
+            if wishes[dit.path] and eligible and not residents:
                 self.findings.note(f"{dit.path!r} isn't in resident_dit_paths, so it keeps no blocks on the device.")
             self._add_stack(dit, "dit", blocks, residents)
         self._stack_submodules(dits, [block for blocks in found.values() for _, block in blocks])
 
     def _stack_encoders(self) -> None:
-        for kind in ("text_encoder", "image_encoder"):
-            if kind not in self.selected:
-                continue
+        for kind in ENCODER_COMPONENT_TYPES:
             loaded: list[tuple[ResolvedComponent, list[Block] | None]] = []
-            for encoder in self.discovery.loaded("encoder"):
-                if self._encoder_type(encoder.path) != kind:
-                    continue
+            for encoder in self.choices.are("layer", kind):
                 if module_nbytes(encoder.module) == 0:
                     self.findings.note(
                         f"{encoder.path!r} isn't loaded (it holds no weights), so nothing is streamed for it."
@@ -228,6 +198,16 @@ class _Resolver:
             for encoder, blocks in loaded:
                 if blocks:
                     self._add_stack(encoder, "encoder", blocks, 0)
+
+    def _stack_others(self) -> None:
+        """Components of any other kind, which only a choice by name can stream."""
+        for selector in ("vae", ""):
+            for component in self.choices.are("layer", selector):
+                if component.path in self.on_demand:
+                    continue
+                blocks = self._blocks(component, ())
+                if blocks:
+                    self._add_stack(component, "dit", blocks, 0)
 
     def _blocks(self, dit: ResolvedComponent, planned: tuple[str, ...]) -> list[Block]:
         containers = declared_containers(dit, planned, self.findings)

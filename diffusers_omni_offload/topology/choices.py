@@ -1,0 +1,128 @@
+"""What the configuration chooses for each component: to stream it, to swap it as a whole, or to keep it resident."""
+
+from __future__ import annotations
+
+import difflib
+
+from diffusers_omni_offload.config import CHOICES, COMPONENTS, OffloadConfig, OffloadStrategy
+from diffusers_omni_offload.declarations import ENCODER_COMPONENT_TYPES
+from diffusers_omni_offload.topology.discovery import Discovery
+from diffusers_omni_offload.topology.findings import Findings
+from diffusers_omni_offload.topology.plan import ResolvedComponent, module_nbytes
+
+SELECTORS = (*COMPONENTS, "vae")
+"""Names that stand for all components of a kind."""
+
+
+class Choices:
+    """The choice for each discovered component.
+
+    Args:
+        config: what the user asked for.
+        discovery: what was found.
+        findings: where notes and problems go.
+        pipeline_name: the pipeline's class, for messages.
+    """
+
+    def __init__(self, config: OffloadConfig, discovery: Discovery, findings: Findings, pipeline_name: str) -> None:
+        self._config, self._discovery, self._findings = config, discovery, findings
+        self._name = pipeline_name
+
+    def of(self, component: ResolvedComponent) -> str:
+        """ "layer", "module" or "resident"."""
+        return self._config.choice_for(self.selector(component), component.path)
+
+    def are(self, choice: str, selector: str) -> tuple[ResolvedComponent, ...]:
+        """The components that `selector` stands for and that this was chosen for; "" stands for those of no kind."""
+        return tuple(
+            component
+            for component in self._discovery.components
+            if self.selector(component) == selector and self.of(component) == choice
+        )
+
+    def selector(self, component: ResolvedComponent) -> str:
+        """The selector that a component answers to; "" if only its path does."""
+        if component.role == "encoder":
+            return self.encoder_type(component.path)
+        return "" if component.role == "resident" else component.role
+
+    def encoder_type(self, path: str) -> str:
+        """ "text_encoder" or "image_encoder": declared, or by the name."""
+        declared = self._discovery.plan.encoder_component_types
+        if path in declared:
+            return declared[path]
+        return "image_encoder" if path.rpartition(".")[2].startswith(("image_encoder", "vision")) else "text_encoder"
+
+    def declared_encoders(self, kind: str) -> tuple[str, ...]:
+        """The paths that were declared for a kind of encoder, absent ones too."""
+        return tuple(path for path in self._discovery.declared["encoder"] if self.encoder_type(path) == kind)
+
+    def check(self) -> str | None:
+        """Complain about a choice for something that isn't there.
+
+        Returns:
+            Why nothing can be done at all; None if something can.
+
+        Raises:
+            ValueError: with an explicit selection.
+        """
+        self._check_paths()
+        discovery, config = self._discovery, self._config
+        if config.selects("dit") and not discovery.loaded("dit"):
+            declared = ", ".join(discovery.declared["dit"])
+            what = f"none of {declared} is loaded" if declared else "none is declared"
+            self._findings.problem(
+                f"{self._name} has no DiT to offload: {what} ({discovery.source}). Declare its denoising modules in "
+                "_dit_modules, or load one."
+            )
+            return f"{self._name} has no DiT"
+        if self._findings.explicit and not config.is_default:
+            self._check_kinds()
+        is_model_level = config.strategy is OffloadStrategy.MODEL_LEVEL
+        if is_model_level and not self._findings.explicit and not discovery.loaded("encoder"):
+            self._findings.problem(f"{self._name} has no encoders to swap with its DiT, so nothing is offloaded.")
+            return f"{self._name} has no encoders"
+        return None
+
+    def swapped(self) -> tuple[str, ...]:
+        """The paths of the components to swap as wholes; one that lies inside another moves with that."""
+        chosen = [component for component in self._discovery.components if self.of(component) == "module"]
+        found = []
+        for component in chosen:
+            outer = next((other for other in chosen if other is not component and _is_within(component, other)), None)
+            if module_nbytes(component.module) == 0:
+                self._findings.note(f"{component.path!r} holds no weights, so there is nothing to swap.")
+            elif outer is not None:
+                self._findings.note(f"{component.path!r} is a part of {outer.path!r} and moves with it.")
+            else:
+                found.append(component.path)
+        return tuple(found)
+
+    def _check_paths(self) -> None:
+        paths = [component.path for component in self._discovery.components]
+        for name in self._config.choices:
+            if name in SELECTORS or name in paths:
+                continue
+            if name in self._discovery.absent:
+                raise ValueError(f"components has {name!r}, which isn't loaded in this {self._name}; leave it out.")
+            known = (*SELECTORS, *(path for path in paths if path))
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise ValueError(
+                f"components has {name!r}, which {self._name} doesn't have; choose from {', '.join(known)}, each with "
+                f"{', '.join(CHOICES)}.{hint}"
+            )
+
+    def _check_kinds(self) -> None:
+        for kind in ENCODER_COMPONENT_TYPES:
+            if self._config.selects(kind) and not self.declared_encoders(kind):
+                raise ValueError(
+                    f"components has {kind!r}, but {self._name} declares no such encoder ({self._discovery.source} has "
+                    f"{', '.join(self._discovery.declared['encoder']) or 'no encoders'}); leave it out."
+                )
+        if self._config.selects("vae") and not self._discovery.loaded("vae"):
+            raise ValueError(f"components has 'vae', but {self._name} has none; leave it out.")
+
+
+def _is_within(component: ResolvedComponent, other: ResolvedComponent) -> bool:
+    return any(component.module is module for module in other.module.modules())
