@@ -1,0 +1,47 @@
+"""Bria FIBO 2: text to image and editing in one pipeline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.zoo.building import build, normal
+from tests.zoo.registry import Arguments, transformer
+
+
+def bria_fibo2_dit() -> Any:
+    """A `BriaFibo2Transformer2DModel`; two of its four blocks read the text encoder, too."""
+    from diffusers import BriaFibo2Transformer2DModel
+
+    return build(
+        BriaFibo2Transformer2DModel,
+        131,
+        in_channels=4,
+        patch_size=2,
+        dim=32,
+        n_layers=4,
+        n_refiner_layers=3,
+        n_heads=2,
+        cap_feat_dim=32,
+        injection_layer_ids=(1, 2),
+        perceiver_num_layers=2,
+        min_num_gist_tokens=4,
+        max_num_gist_tokens=8,
+        gist_step=4,
+        gist_min_text_len=4,
+        gist_max_text_len=32,
+        axes_dims=(4, 6, 6),
+        axes_lens=(32, 16, 16),
+    )
+
+
+@transformer("BriaFibo2Transformer2DModel")
+def bria_fibo2_transformer() -> tuple[nn.Module, Arguments]:
+    return bria_fibo2_dit(), lambda: {
+        "hidden_states": normal(1, 4, 8, 8),
+        "timestep": torch.tensor([0.5]),
+        "encoder_hidden_states": normal(1, 3, 12, 32, seed=1),
+        "context_latents": [normal(1, 4, 4, 4, seed=2)],
+    }
