@@ -6,8 +6,8 @@ from typing import Any
 
 from tests.tiny import build_sdxl
 from tests.zoo.assembly import arguments, assemble
-from tests.zoo.controls import motion_adapter, t2i_adapter
 from tests.zoo.building import generator, masked_half, picture
+from tests.zoo.controls import motion_adapter, t2i_adapter
 from tests.zoo.registry import Arguments, pipeline
 from tests.zoo.unets import reshaped
 

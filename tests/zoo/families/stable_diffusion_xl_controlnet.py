@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from tests.zoo.assembly import arguments, assemble
+from tests.zoo.building import masked_half, picture
 from tests.zoo.controls import controlnet, controlnet_union, controlnet_xs
 from tests.zoo.families.stable_diffusion_xl import FROM_IMAGE, PERTURBED, SIZED, sdxl_components
-from tests.zoo.building import masked_half, picture
 from tests.zoo.registry import Arguments, pipeline
 
 HALF: dict[str, Any] = {"controlnet_conditioning_scale": 0.5}
