@@ -10,8 +10,8 @@ import torch
 
 
 def to_array(output: Any) -> np.ndarray:
-    """A pipeline's output (frames, images, or a modular pipeline's videos) as one array."""
-    for name in ("frames", "images", "video"):
+    """A pipeline's output (frames, images, a modular pipeline's videos, or a prior's embeddings) as one array."""
+    for name in ("frames", "images", "video", "prompt_embeds"):
         value = getattr(output, name, None)
         if value is not None:
             break
