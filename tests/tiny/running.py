@@ -10,8 +10,8 @@ import torch
 
 
 def to_array(output: Any) -> np.ndarray:
-    """A pipeline's output (frames, images, a modular pipeline's videos, or a prior's embeddings) as one array."""
-    for name in ("frames", "images", "video", "prompt_embeds"):
+    """A pipeline's output (frames, images, videos of a modular pipeline, a prior's embeddings, a protein) as one array."""
+    for name in ("frames", "images", "video", "prompt_embeds", "coords_nm"):
         value = getattr(output, name, None)
         if value is not None:
             break

@@ -1,0 +1,50 @@
+"""Krea 2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.zoo.building import build, normal
+from tests.zoo.registry import Arguments, transformer
+
+TEXT_LAYERS = 3
+
+
+def krea2_dit() -> Any:
+    """A `Krea2Transformer2DModel`: it fuses hidden states of several layers of the text encoder first."""
+    from diffusers import Krea2Transformer2DModel
+
+    return build(
+        Krea2Transformer2DModel,
+        seed=46,
+        in_channels=16,
+        num_layers=4,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=48,
+        timestep_embed_dim=16,
+        text_hidden_dim=32,
+        num_text_layers=TEXT_LAYERS,
+        text_num_attention_heads=2,
+        text_num_key_value_heads=1,
+        text_intermediate_size=48,
+        axes_dims_rope=(4, 6, 6),
+    )
+
+
+@transformer("Krea2Transformer2DModel")
+def krea2_transformer() -> tuple[nn.Module, Arguments]:
+    def arguments() -> dict[str, Any]:
+        return {
+            "hidden_states": normal(1, 16, 16),
+            "encoder_hidden_states": normal(1, 5, TEXT_LAYERS, 32, seed=1),
+            "timestep": torch.tensor([0.7]),
+            "position_ids": torch.arange(63.0).reshape(21, 3),
+            "encoder_attention_mask": torch.tensor([[True] * 4 + [False]]),
+        }
+
+    return krea2_dit(), arguments
