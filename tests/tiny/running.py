@@ -10,7 +10,7 @@ import torch
 
 
 def to_array(output: Any) -> np.ndarray:
-    """A pipeline's output (frames, images, videos of a modular pipeline, a prior's embeddings, a protein) as one array."""
+    """A pipeline's output as one array: frames, images, a modular pipeline's videos, embeddings, or a protein."""
     for name in ("frames", "images", "video", "prompt_embeds", "coords_nm"):
         value = getattr(output, name, None)
         if value is not None:
