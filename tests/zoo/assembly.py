@@ -1,14 +1,14 @@
-"""Put a pipeline together from a family's components, and make the arguments of its calls."""
+"""Put pipelines together from a family's components, and make the arguments of their calls."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tests.zoo.building import generator
-from tests.zoo.registry import Arguments
+from tests.zoo.registry import Arguments, pipeline
 
 
 def assemble(pipeline_class: type, components: Mapping[str, Any], **more: Any) -> Any:
@@ -20,3 +20,23 @@ def assemble(pipeline_class: type, components: Mapping[str, Any], **more: Any) -
 def arguments(**fixed: Any) -> Arguments:
     """What makes arguments for one call: copies of `fixed`, and a generator as if new."""
     return lambda: {**copy.deepcopy(fixed), "generator": generator()}
+
+
+def register_all(make: Callable[[type], Any], calls: Mapping[str, Mapping[str, Any]]) -> None:
+    """Register a builder for each class of diffusers in `calls`.
+
+    Args:
+        make: makes a pipeline of a class.
+        calls: the class's name -> the fixed arguments of its call.
+    """
+    for class_name, fixed in calls.items():
+        pipeline(class_name)(_builder(make, class_name, fixed))
+
+
+def _builder(make: Callable[[type], Any], class_name: str, fixed: Mapping[str, Any]) -> Callable[[], Any]:
+    def build() -> tuple[Any, Arguments]:
+        import diffusers
+
+        return make(getattr(diffusers, class_name)), arguments(**fixed)
+
+    return build

@@ -4,112 +4,53 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.zoo.assembly import arguments, assemble
-from tests.zoo.building import masked_half, picture
+from tests.zoo.assembly import assemble, register_all
+from tests.zoo.building import picture
 from tests.zoo.controls import controlnet, controlnet_union, controlnet_xs
-from tests.zoo.families.stable_diffusion_xl import FROM_IMAGE, PERTURBED, SIZED, sdxl_components
-from tests.zoo.registry import Arguments, pipeline
+from tests.zoo.families.stable_diffusion_xl import sdxl_components
+from tests.zoo.stable_diffusion import CONTROL, CONTROL_IMAGE, FROM_IMAGE, INPAINT, PERTURBED, SIZE, TEXT
 
-HALF: dict[str, Any] = {"controlnet_conditioning_scale": 0.5}
+# A picture of the second of the kinds that the ControlNet knows.
+KIND: dict[str, Any] = {**CONTROL, "control_image": [picture(seed=1)], "control_mode": [1]}
 
 
-def controlled(pipeline_class: type, control: Any = controlnet, **more: Any) -> Any:
-    """A pipeline whose UNet and ControlNet fit."""
+def controlled(pipeline_class: type) -> Any:
+    """A pipeline with a ControlNet that fits its UNet."""
     components = sdxl_components()
-    return assemble(pipeline_class, components, controlnet=control(components["unet"]), **more)
+    return assemble(pipeline_class, components, controlnet=controlnet(components["unet"]), **PERTURBED)
 
 
-@pipeline("StableDiffusionXLControlNetPipeline")
-def text_to_image() -> tuple[Any, Arguments]:
-    from diffusers import StableDiffusionXLControlNetPipeline
-
-    return controlled(StableDiffusionXLControlNetPipeline), arguments(**SIZED, **HALF, image=picture())
-
-
-@pipeline("StableDiffusionXLControlNetImg2ImgPipeline")
-def image_to_image() -> tuple[Any, Arguments]:
-    from diffusers import StableDiffusionXLControlNetImg2ImgPipeline
-
-    return controlled(StableDiffusionXLControlNetImg2ImgPipeline), arguments(
-        **FROM_IMAGE, **HALF, height=32, width=32, image=picture(), control_image=picture(seed=1)
-    )
+def controlled_by_kind(pipeline_class: type) -> Any:
+    """A pipeline with a ControlNet for several kinds of control."""
+    components = sdxl_components()
+    return assemble(pipeline_class, components, controlnet=controlnet_union(components["unet"]))
 
 
-@pipeline("StableDiffusionXLControlNetInpaintPipeline")
-def inpaint() -> tuple[Any, Arguments]:
-    from diffusers import StableDiffusionXLControlNetInpaintPipeline
-
-    return controlled(StableDiffusionXLControlNetInpaintPipeline), arguments(
-        **FROM_IMAGE,
-        **HALF,
-        height=32,
-        width=32,
-        image=picture(),
-        mask_image=masked_half(),
-        control_image=picture(seed=1),
-    )
+def controlled_within(pipeline_class: type) -> Any:
+    """A pipeline whose ControlNet is woven into its UNet."""
+    components = sdxl_components()
+    return assemble(pipeline_class, components, controlnet=controlnet_xs(components["unet"]))
 
 
-@pipeline("StableDiffusionXLControlNetPAGPipeline")
-def pag() -> tuple[Any, Arguments]:
-    from diffusers import StableDiffusionXLControlNetPAGPipeline
-
-    return controlled(StableDiffusionXLControlNetPAGPipeline, **PERTURBED), arguments(
-        **SIZED, **HALF, image=picture(), pag_scale=3.0
-    )
-
-
-@pipeline("StableDiffusionXLControlNetPAGImg2ImgPipeline")
-def pag_image_to_image() -> tuple[Any, Arguments]:
-    from diffusers import StableDiffusionXLControlNetPAGImg2ImgPipeline
-
-    return controlled(StableDiffusionXLControlNetPAGImg2ImgPipeline, **PERTURBED), arguments(
-        **FROM_IMAGE, **HALF, height=32, width=32, image=picture(), control_image=picture(seed=1), pag_scale=3.0
-    )
-
-
-@pipeline("StableDiffusionXLControlNetUnionPipeline")
-def union() -> tuple[Any, Arguments]:
-    from diffusers import StableDiffusionXLControlNetUnionPipeline
-
-    return controlled(StableDiffusionXLControlNetUnionPipeline, controlnet_union), arguments(
-        **SIZED, **HALF, control_image=[picture(seed=1)], control_mode=[1]
-    )
-
-
-@pipeline("StableDiffusionXLControlNetUnionImg2ImgPipeline")
-def union_image_to_image() -> tuple[Any, Arguments]:
-    from diffusers import StableDiffusionXLControlNetUnionImg2ImgPipeline
-
-    return controlled(StableDiffusionXLControlNetUnionImg2ImgPipeline, controlnet_union), arguments(
-        **FROM_IMAGE,
-        **HALF,
-        height=32,
-        width=32,
-        image=picture(),
-        control_image=[picture(seed=1)],
-        control_mode=[1],
-    )
-
-
-@pipeline("StableDiffusionXLControlNetUnionInpaintPipeline")
-def union_inpaint() -> tuple[Any, Arguments]:
-    from diffusers import StableDiffusionXLControlNetUnionInpaintPipeline
-
-    return controlled(StableDiffusionXLControlNetUnionInpaintPipeline, controlnet_union), arguments(
-        **FROM_IMAGE,
-        **HALF,
-        height=32,
-        width=32,
-        image=picture(),
-        mask_image=masked_half(),
-        control_image=[picture(seed=1)],
-        control_mode=[1],
-    )
-
-
-@pipeline("StableDiffusionXLControlNetXSPipeline")
-def controlnet_xs_pipeline() -> tuple[Any, Arguments]:
-    from diffusers import StableDiffusionXLControlNetXSPipeline
-
-    return controlled(StableDiffusionXLControlNetXSPipeline, controlnet_xs), arguments(**SIZED, **HALF, image=picture())
+register_all(
+    controlled,
+    {
+        "StableDiffusionXLControlNetPipeline": {**TEXT, **SIZE, **CONTROL, "image": picture()},
+        "StableDiffusionXLControlNetImg2ImgPipeline": {**FROM_IMAGE, **SIZE, **CONTROL_IMAGE},
+        "StableDiffusionXLControlNetInpaintPipeline": {**INPAINT, **CONTROL_IMAGE},
+        "StableDiffusionXLControlNetPAGPipeline": {**TEXT, **SIZE, **CONTROL, "image": picture(), "pag_scale": 3.0},
+        "StableDiffusionXLControlNetPAGImg2ImgPipeline": {**FROM_IMAGE, **SIZE, **CONTROL_IMAGE, "pag_scale": 3.0},
+    },
+)
+register_all(
+    controlled_by_kind,
+    {
+        "StableDiffusionXLControlNetUnionPipeline": {**TEXT, **SIZE, **KIND},
+        "StableDiffusionXLControlNetUnionImg2ImgPipeline": {**FROM_IMAGE, **SIZE, **KIND},
+        "StableDiffusionXLControlNetUnionInpaintPipeline": {**INPAINT, **KIND},
+    },
+)
+register_all(
+    controlled_within,
+    {"StableDiffusionXLControlNetXSPipeline": {**TEXT, **SIZE, **CONTROL, "image": picture()}},
+)
