@@ -7,8 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.tiny.pipelines import flow_scheduler
+from tests.tiny.vaes import kl_vae
+from tests.zoo.assembly import arguments
 from tests.zoo.building import build, normal
-from tests.zoo.registry import Arguments, transformer
+from tests.zoo.gemma import gemma2, gemma_tokenizer
+from tests.zoo.registry import Arguments, pipeline, transformer
 
 
 def lumina2_dit() -> Any:
@@ -35,7 +39,7 @@ def lumina2_dit() -> Any:
 
 @transformer("Lumina2Transformer2DModel")
 def lumina2_transformer() -> tuple[nn.Module, Arguments]:
-    def arguments() -> dict[str, Any]:
+    def inputs() -> dict[str, Any]:
         return {
             "hidden_states": normal(2, 4, 8, 8),
             "timestep": torch.tensor([0.3, 0.3]),
@@ -43,4 +47,29 @@ def lumina2_transformer() -> tuple[nn.Module, Arguments]:
             "encoder_attention_mask": torch.tensor([[True] * 5, [True] * 3 + [False] * 2]),
         }
 
-    return lumina2_dit(), arguments
+    return lumina2_dit(), inputs
+
+
+@pipeline("Lumina2Pipeline")
+def lumina2() -> tuple[Any, Arguments]:
+    from diffusers import Lumina2Pipeline
+
+    pipe = Lumina2Pipeline(
+        transformer=lumina2_dit(),
+        scheduler=flow_scheduler(),
+        vae=kl_vae(4),
+        text_encoder=gemma2(16),
+        tokenizer=gemma_tokenizer(),
+    )
+    call = arguments(
+        prompt="a cat",
+        negative_prompt="bad",
+        system_prompt="Paint",
+        height=32,
+        width=32,
+        num_inference_steps=2,
+        guidance_scale=4.0,
+        max_sequence_length=32,
+        output_type="np",
+    )
+    return pipe, call

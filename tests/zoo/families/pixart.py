@@ -7,8 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from diffusers_omni_offload.demo.tiny_wan import t5_tokenizer
+from tests.tiny.text_encoders import t5_encoder
+from tests.tiny.vaes import kl_vae
+from tests.zoo.assembly import arguments, assemble
 from tests.zoo.building import build, normal
-from tests.zoo.registry import Arguments, transformer
+from tests.zoo.registry import Arguments, pipeline, transformer
 
 
 def pixart_dit() -> Any:
@@ -33,7 +37,7 @@ def pixart_dit() -> Any:
 
 @transformer("PixArtTransformer2DModel")
 def pixart_transformer() -> tuple[nn.Module, Arguments]:
-    def arguments() -> dict[str, Any]:
+    def inputs() -> dict[str, Any]:
         return {
             "hidden_states": normal(2, 4, 8, 8),
             "encoder_hidden_states": normal(2, 5, 32, seed=1),
@@ -42,4 +46,51 @@ def pixart_transformer() -> tuple[nn.Module, Arguments]:
             "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
         }
 
-    return pixart_dit(), arguments
+    return pixart_dit(), inputs
+
+
+def pixart_pipeline(pipeline_class: type, **more: Any) -> tuple[Any, Arguments]:
+    """A pipeline of PixArt's components and of `more`, and what makes its arguments."""
+    from diffusers import DDIMScheduler
+
+    components = {
+        "tokenizer": t5_tokenizer(),
+        "text_encoder": t5_encoder(32),
+        "vae": kl_vae(4, shift=None),
+        "transformer": pixart_dit(),
+        "scheduler": DDIMScheduler(),
+    }
+    call = arguments(
+        prompt="a cat",
+        negative_prompt="bad",
+        height=16,
+        width=16,
+        num_inference_steps=2,
+        guidance_scale=4.5,
+        max_sequence_length=16,
+        clean_caption=False,
+        use_resolution_binning=False,
+        output_type="np",
+    )
+    return assemble(pipeline_class, components, **more), call
+
+
+@pipeline("PixArtAlphaPipeline")
+def pixart_alpha() -> tuple[Any, Arguments]:
+    from diffusers import PixArtAlphaPipeline
+
+    return pixart_pipeline(PixArtAlphaPipeline)
+
+
+@pipeline("PixArtSigmaPipeline")
+def pixart_sigma() -> tuple[Any, Arguments]:
+    from diffusers import PixArtSigmaPipeline
+
+    return pixart_pipeline(PixArtSigmaPipeline)
+
+
+@pipeline("PixArtSigmaPAGPipeline")
+def pixart_sigma_pag() -> tuple[Any, Arguments]:
+    from diffusers import PixArtSigmaPAGPipeline
+
+    return pixart_pipeline(PixArtSigmaPAGPipeline, pag_applied_layers=["blocks.1", "blocks.3"])
