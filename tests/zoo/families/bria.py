@@ -7,9 +7,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.zoo.building import build, normal
+from diffusers_omni_offload.demo.tiny_wan import t5_tokenizer
+from tests.tiny.pipelines import flow_scheduler
+from tests.tiny.text_encoders import t5_encoder
+from tests.tiny.tokenizers import qwen_tokenizer
+from tests.tiny.vaes import kl_vae
+from tests.zoo.assembly import arguments
+from tests.zoo.building import build, masked_half, normal, picture
+from tests.zoo.language_models import smollm3
 from tests.zoo.positions import grid_ids
-from tests.zoo.registry import Arguments, transformer
+from tests.zoo.registry import Arguments, pipeline, transformer
 
 
 def bria_dit() -> Any:
@@ -70,3 +77,70 @@ def bria_fibo_transformer() -> tuple[nn.Module, Arguments]:
         "img_ids": grid_ids(4, 4),
         "txt_ids": torch.zeros(8, 3),
     }
+
+
+def fibo_vae() -> Any:
+    """An `AutoencoderKLWan` that is 16 times smaller in space, as Bria FIBO's pipelines assume."""
+    from diffusers import AutoencoderKLWan
+
+    return build(
+        AutoencoderKLWan,
+        123,
+        base_dim=3,
+        z_dim=16,
+        dim_mult=[1, 1, 1, 1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[False, False, True, True],
+    )
+
+
+def fibo_pipeline(pipeline_class: Any) -> Any:
+    """A Bria FIBO pipeline: its DiT has more blocks than its text encoder has layers, so the last one is repeated."""
+    return pipeline_class(
+        transformer=bria_fibo_dit(),
+        scheduler=flow_scheduler(),
+        vae=fibo_vae(),
+        text_encoder=smollm3(hidden=32, layers=4),
+        tokenizer=qwen_tokenizer(),
+    )
+
+
+COMMON = {"num_inference_steps": 2, "guidance_scale": 5.0, "max_sequence_length": 32, "output_type": "np"}
+
+
+@pipeline("BriaPipeline")
+def bria() -> tuple[Any, Arguments]:
+    from diffusers import BriaPipeline
+
+    pipe = BriaPipeline(
+        transformer=bria_dit(),
+        scheduler=flow_scheduler(),
+        vae=kl_vae(4),
+        text_encoder=t5_encoder(32),
+        tokenizer=t5_tokenizer(),
+    )
+    return pipe, arguments(prompt="a cat", negative_prompt="bad", height=16, width=16, **COMMON)
+
+
+@pipeline("BriaFiboPipeline")
+def bria_fibo() -> tuple[Any, Arguments]:
+    from diffusers import BriaFiboPipeline
+
+    call = arguments(prompt="a cat", negative_prompt="bad", height=64, width=64, **COMMON)
+    return fibo_pipeline(BriaFiboPipeline), call
+
+
+@pipeline("BriaFiboEditPipeline")
+def bria_fibo_edit() -> tuple[Any, Arguments]:
+    from diffusers import BriaFiboEditPipeline
+
+    call = arguments(
+        prompt='{"edit_instruction": "a dog"}',
+        negative_prompt="bad",
+        image=picture(64, 64),
+        mask=masked_half(64, 64),
+        height=64,
+        width=64,
+        **COMMON,
+    )
+    return fibo_pipeline(BriaFiboEditPipeline), call

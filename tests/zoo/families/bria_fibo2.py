@@ -7,11 +7,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.tiny.pipelines import flow_scheduler
+from tests.tiny.text_encoders import qwen3_vl
+from tests.tiny.vaes import flux2_vae
+from tests.zoo.assembly import arguments
 from tests.zoo.building import build, normal
-from tests.zoo.registry import Arguments, transformer
+from tests.zoo.processors import TextProcessor
+from tests.zoo.registry import Arguments, pipeline, transformer
 
 
-def bria_fibo2_dit() -> Any:
+def bria_fibo2_dit(cap_feat_dim: int = 32) -> Any:
     """A `BriaFibo2Transformer2DModel`; two of its four blocks read the text encoder, too."""
     from diffusers import BriaFibo2Transformer2DModel
 
@@ -24,7 +29,7 @@ def bria_fibo2_dit() -> Any:
         n_layers=4,
         n_refiner_layers=3,
         n_heads=2,
-        cap_feat_dim=32,
+        cap_feat_dim=cap_feat_dim,
         injection_layer_ids=(1, 2),
         perceiver_num_layers=2,
         min_num_gist_tokens=4,
@@ -45,3 +50,28 @@ def bria_fibo2_transformer() -> tuple[nn.Module, Arguments]:
         "encoder_hidden_states": normal(1, 3, 12, 32, seed=1),
         "context_latents": [normal(1, 4, 4, 4, seed=2)],
     }
+
+
+@pipeline("BriaFibo2Pipeline")
+def bria_fibo2() -> tuple[Any, Arguments]:
+    from diffusers import BriaFibo2Pipeline
+
+    pipe = BriaFibo2Pipeline(
+        transformer=bria_fibo2_dit(cap_feat_dim=3 * 16),
+        scheduler=flow_scheduler(),
+        vae=flux2_vae(),
+        text_encoder=qwen3_vl(hidden=16, layers=4),
+        processor=TextProcessor(),
+    )
+    # A plain attribute: which of Qwen's layers the perceiver and the two injecting blocks read.
+    pipe.text_encoder_out_layers = ((1, 2, 3), (0, 1, 2), (2, 3, 4))
+    call = arguments(
+        prompt="a cat",
+        negative_prompt="bad quality",
+        height=16,
+        width=16,
+        num_inference_steps=2,
+        guidance_scale=5.0,
+        output_type="np",
+    )
+    return pipe, call

@@ -1,0 +1,28 @@
+"""Language models of more kinds than `tests/tiny/text_encoders.py` has, for byte-level tokenizers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.tiny.tokenizers import QWEN_VOCABULARY
+from tests.zoo.building import build
+
+_SHAPE = {"intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+_TOKENS = {"bos_token_id": 256, "eos_token_id": 258, "pad_token_id": 256}
+
+
+def qwen3_causal(hidden: int = 16, layers: int = 3) -> Any:
+    """A `Qwen3ForCausalLM` for the Qwen tokenizer."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(vocab_size=QWEN_VOCABULARY, hidden_size=hidden, num_hidden_layers=layers, **_SHAPE, **_TOKENS)
+    return build(Qwen3ForCausalLM, 41, config=config)
+
+
+def smollm3(hidden: int = 32, layers: int = 4) -> Any:
+    """A `SmolLM3ForCausalLM` for the Qwen tokenizer; every fourth of its layers has no positions."""
+    from transformers import SmolLM3Config, SmolLM3ForCausalLM
+
+    shape = {name: value for name, value in _SHAPE.items() if name != "head_dim"}
+    config = SmolLM3Config(vocab_size=QWEN_VOCABULARY, hidden_size=hidden, num_hidden_layers=layers, **shape, **_TOKENS)
+    return build(SmolLM3ForCausalLM, 42, config=config)
