@@ -26,3 +26,21 @@ def smollm3(hidden: int = 32, layers: int = 4) -> Any:
     shape = {name: value for name, value in _SHAPE.items() if name != "head_dim"}
     config = SmolLM3Config(vocab_size=QWEN_VOCABULARY, hidden_size=hidden, num_hidden_layers=layers, **shape, **_TOKENS)
     return build(SmolLM3ForCausalLM, 42, config=config)
+
+
+def byt5_encoder(hidden: int = 32, layers: int = 3) -> Any:
+    """A `T5EncoderModel` for transformers' own `ByT5Tokenizer`, whose vocabulary is the bytes."""
+    from transformers import T5Config, T5EncoderModel
+
+    config = T5Config(
+        vocab_size=384,
+        d_model=hidden,
+        d_kv=8,
+        d_ff=64,
+        num_layers=layers,
+        num_heads=4,
+        relative_attention_num_buckets=8,
+        feed_forward_proj="gated-gelu",
+        dropout_rate=0.0,
+    )
+    return build(T5EncoderModel, 43, config=config)

@@ -7,8 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.zoo.building import build, normal
-from tests.zoo.registry import Arguments, transformer
+from diffusers_omni_offload.demo.tiny_wan import t5_tokenizer
+from tests.tiny.text_encoders import t5_encoder
+from tests.tiny.vaes import kl_vae
+from tests.zoo.assembly import arguments
+from tests.zoo.building import build, normal, picture
+from tests.zoo.registry import Arguments, pipeline, transformer
+from tests.zoo.tokenizers import BERT_VOCABULARY, bert_tokenizer
 
 
 def hunyuan_dit(num_layers: int = 4) -> Any:
@@ -51,3 +56,98 @@ def hunyuan_dit_transformer() -> tuple[nn.Module, Arguments]:
         }
 
     return hunyuan_dit(), arguments
+
+
+def bert_encoder() -> Any:
+    """A `BertModel` for the BERT tokenizer."""
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(
+        vocab_size=BERT_VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=77,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return build(BertModel, 142, config=config)
+
+
+def hunyuan_pipeline(pipeline_class: Any, **more: Any) -> Any:
+    """A HunyuanDiT pipeline with its two text encoders: BERT and T5."""
+    from diffusers import DDPMScheduler
+
+    return pipeline_class(
+        **{"transformer": hunyuan_dit(), **more},
+        # The pipelines assume that latents are 8 times smaller.
+        vae=kl_vae(4, blocks=4, shift=None),
+        scheduler=DDPMScheduler(),
+        text_encoder=bert_encoder(),
+        tokenizer=bert_tokenizer(),
+        text_encoder_2=t5_encoder(32),
+        tokenizer_2=t5_tokenizer(),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+
+
+def hunyuan_call(**more: Any) -> Arguments:
+    """What makes the arguments that all HunyuanDiT pipelines take, and `more`."""
+    return arguments(
+        prompt="a cat",
+        negative_prompt="bad",
+        height=64,
+        width=64,
+        num_inference_steps=2,
+        guidance_scale=5.0,
+        use_resolution_binning=False,
+        output_type="np",
+        **more,
+    )
+
+
+@pipeline("HunyuanDiTPipeline")
+def hunyuan_dit_text_to_image() -> tuple[Any, Arguments]:
+    from diffusers import HunyuanDiTPipeline
+
+    return hunyuan_pipeline(HunyuanDiTPipeline), hunyuan_call()
+
+
+@pipeline("HunyuanDiTPAGPipeline")
+def hunyuan_dit_pag() -> tuple[Any, Arguments]:
+    from diffusers import HunyuanDiTPAGPipeline
+
+    return hunyuan_pipeline(HunyuanDiTPAGPipeline, pag_applied_layers="blocks.1"), hunyuan_call(pag_scale=3.0)
+
+
+@pipeline("HunyuanDiTControlNetPipeline")
+def hunyuan_dit_controlnet() -> tuple[Any, Arguments]:
+    from diffusers import HunyuanDiT2DControlNetModel, HunyuanDiTControlNetPipeline
+
+    # Its two blocks feed the two blocks of the DiT that take skip connections.
+    controlnet = build(
+        HunyuanDiT2DControlNetModel,
+        143,
+        sample_size=8,
+        patch_size=2,
+        in_channels=4,
+        transformer_num_layers=6,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        hidden_size=32,
+        cross_attention_dim=32,
+        cross_attention_dim_t5=32,
+        pooled_projection_dim=16,
+    )
+    pipe = hunyuan_pipeline(HunyuanDiTControlNetPipeline, transformer=hunyuan_dit(6), controlnet=controlnet)
+    fixed = hunyuan_call(control_image=picture(64, 64))
+
+    def call() -> dict[str, Any]:
+        # The control image's latents are drawn from the global generators.
+        torch.manual_seed(0)
+        return fixed()
+
+    return pipe, call
