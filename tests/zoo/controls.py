@@ -77,3 +77,23 @@ def motion_adapter(unet: Any, seed: int = 35) -> Any:
         motion_norm_num_groups=4,
         motion_max_seq_length=8,
     )
+
+
+def sparse_controlnet(unet: Any, seed: int = 36) -> Any:
+    """A `SparseControlNetModel` of the shape of `unet`; it reads pictures of some of the frames."""
+    from diffusers import SparseControlNetModel
+
+    taken = inspect.signature(SparseControlNetModel.__init__).parameters
+    config = {name: value for name, value in unet.config.items() if name in taken}
+    config["down_block_types"] = [name.replace("Block2D", "BlockMotion") for name in unet.config.down_block_types]
+    return build(
+        SparseControlNetModel,
+        seed,
+        **config,
+        # With the simplified embedding a call would draw from the global generator.
+        use_simplified_condition_embedding=False,
+        conditioning_channels=3,
+        conditioning_embedding_out_channels=(4, 8),
+        motion_num_attention_heads=2,
+        motion_max_seq_length=8,
+    )

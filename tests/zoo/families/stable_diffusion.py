@@ -122,7 +122,8 @@ def ledits_pp() -> tuple[Any, Arguments]:
 
     scheduler = DPMSolverMultistepScheduler(algorithm_type="sde-dpmsolver++", solver_order=2)
     # Masks are made of cross attention where the picture is smallest.
-    components = sd_components(down_block_types=("CrossAttnDownBlock2D",) * 3, up_block_types=("CrossAttnUpBlock2D",) * 3)
+    attending = {"down_block_types": ("CrossAttnDownBlock2D",) * 3, "up_block_types": ("CrossAttnUpBlock2D",) * 3}
+    components = sd_components(**attending)
     pipe = assemble(LEditsPPPipelineStableDiffusion, components, scheduler=scheduler)
     edit = arguments(editing_prompt=["a nut"], edit_guidance_scale=3.0, output_type="np")
 
