@@ -6,6 +6,7 @@ from typing import Any
 
 from tests.tiny.tokenizers import QWEN_VOCABULARY
 from tests.zoo.building import build
+from tests.zoo.gemma import GEMMA_VOCABULARY
 
 _SHAPE = {"intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 _TOKENS = {"bos_token_id": 256, "eos_token_id": 258, "pad_token_id": 256}
@@ -44,3 +45,35 @@ def byt5_encoder(hidden: int = 32, layers: int = 3) -> Any:
         dropout_rate=0.0,
     )
     return build(T5EncoderModel, 43, config=config)
+
+
+def llama(hidden: int = 32, layers: int = 3) -> Any:
+    """A `LlamaForCausalLM` for the Qwen tokenizer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(vocab_size=QWEN_VOCABULARY, hidden_size=hidden, num_hidden_layers=layers, **_SHAPE, **_TOKENS)
+    return build(LlamaForCausalLM, 44, config=config)
+
+
+def glm(hidden: int = 32, layers: int = 3) -> Any:
+    """A `GlmModel` for the Qwen tokenizer."""
+    from transformers import GlmConfig, GlmModel
+
+    config = GlmConfig(vocab_size=QWEN_VOCABULARY, hidden_size=hidden, num_hidden_layers=layers, **_SHAPE, **_TOKENS)
+    return build(GlmModel, 45, config=config)
+
+
+def gemma(hidden: int = 32, layers: int = 3) -> Any:
+    """A `GemmaModel` for the Gemma tokenizer."""
+    from transformers import GemmaConfig, GemmaModel
+
+    config = GemmaConfig(
+        vocab_size=GEMMA_VOCABULARY,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=2,
+        **_SHAPE,
+    )
+    return build(GemmaModel, 46, config=config)

@@ -7,8 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from diffusers_omni_offload.demo.tiny_wan import t5_tokenizer, umt5_encoder
+from tests.tiny.pipelines import flow_scheduler
+from tests.tiny.vaes import kl_vae
+from tests.zoo.assembly import arguments
 from tests.zoo.building import build, normal
-from tests.zoo.registry import Arguments, transformer
+from tests.zoo.registry import Arguments, pipeline, transformer
 
 
 def aura_flow_dit() -> Any:
@@ -39,3 +43,27 @@ def aura_flow_transformer() -> tuple[nn.Module, Arguments]:
         "encoder_hidden_states": normal(2, 8, 32, seed=1),
         "timestep": torch.tensor([0.5, 0.5]),
     }
+
+
+@pipeline("AuraFlowPipeline")
+def aura_flow() -> tuple[Any, Arguments]:
+    from diffusers import AuraFlowPipeline
+
+    pipe = AuraFlowPipeline(
+        tokenizer=t5_tokenizer(),
+        text_encoder=umt5_encoder(32),
+        vae=kl_vae(4, shift=None),
+        transformer=aura_flow_dit(),
+        scheduler=flow_scheduler(),
+    )
+    call = arguments(
+        prompt="a cat",
+        negative_prompt="bad",
+        height=16,
+        width=16,
+        num_inference_steps=2,
+        guidance_scale=3.5,
+        max_sequence_length=16,
+        output_type="np",
+    )
+    return pipe, call

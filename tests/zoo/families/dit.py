@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.tiny.vaes import kl_vae
+from tests.zoo.assembly import arguments
 from tests.zoo.building import build, normal
-from tests.zoo.registry import Arguments, transformer
+from tests.zoo.registry import Arguments, pipeline, transformer
 
 
 def class_dit() -> Any:
@@ -40,3 +42,11 @@ def dit_transformer() -> tuple[nn.Module, Arguments]:
         "timestep": torch.tensor([500, 500]),
         "class_labels": torch.tensor([3, 1000]),
     }
+
+
+@pipeline("DiTPipeline")
+def dit() -> tuple[Any, Arguments]:
+    from diffusers import DDIMScheduler, DiTPipeline
+
+    pipe = DiTPipeline(transformer=class_dit(), vae=kl_vae(4, shift=None), scheduler=DDIMScheduler())
+    return pipe, arguments(class_labels=[3], guidance_scale=4.0, num_inference_steps=2, output_type="np")

@@ -38,6 +38,11 @@ def flux_dit(in_channels: int = 16, out_channels: int | None = None) -> Any:
     )
 
 
+def flux_fill_dit() -> Any:
+    """A DiT that reads the latents, those of the masked picture, and the mask: 16 pixels of it a token."""
+    return flux_dit(in_channels=16 + 16 + 16, out_channels=16)
+
+
 def flux_pipeline(pipeline_class: type, dit: Any, **more: Any) -> Any:
     """A pipeline of FLUX.1's components around `dit`, with two text encoders: CLIP and T5."""
     from diffusers_omni_offload.demo.tiny_wan import t5_tokenizer
@@ -113,10 +118,8 @@ def flux_inpaint() -> tuple[Any, Arguments]:
 def flux_fill() -> tuple[Any, Arguments]:
     from diffusers import FluxFillPipeline
 
-    # The latents, those of the masked picture, and the mask: 2 x 2 pixels of it in each of 2 x 2 latent pixels.
-    dit = flux_dit(in_channels=16 + 16 + 16, out_channels=16)
     call = flux_call(image=picture(16, 16), mask_image=masked_half(16, 16))
-    return flux_pipeline(FluxFillPipeline, dit), call
+    return flux_pipeline(FluxFillPipeline, flux_fill_dit()), call
 
 
 @pipeline("FluxKontextPipeline")

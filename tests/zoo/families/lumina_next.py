@@ -7,17 +7,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.zoo.building import build, normal
-from tests.zoo.registry import Arguments, transformer
+from diffusers_omni_offload.demo.tiny_wan import randomize_constants
+from tests.tiny.pipelines import flow_scheduler
+from tests.tiny.vaes import kl_vae
+from tests.zoo.assembly import arguments
+from tests.zoo.building import normal
+from tests.zoo.gemma import gemma_tokenizer
+from tests.zoo.language_models import gemma
+from tests.zoo.registry import Arguments, pipeline, transformer
 
 
 def lumina_next_dit() -> Any:
     """A `LuminaNextDiT2DModel`."""
     from diffusers import LuminaNextDiT2DModel
 
-    model = build(
-        LuminaNextDiT2DModel,
-        251,
+    torch.manual_seed(251)
+    model: Any = LuminaNextDiT2DModel(
         sample_size=8,
         patch_size=2,
         in_channels=4,
@@ -30,7 +35,7 @@ def lumina_next_dit() -> Any:
     )
     # diffusers leaves it uninitialized, and its forward doesn't use it.
     model.pad_token.data = normal(32)
-    return model
+    return randomize_constants(model, 251).eval()
 
 
 @transformer("LuminaNextDiT2DModel")
@@ -45,3 +50,29 @@ def lumina_next_transformer() -> tuple[nn.Module, Arguments]:
         "cross_attention_kwargs": {},
         "image_rotary_emb": get_2d_rotary_pos_embed_lumina(16, 8, 8),
     }
+
+
+@pipeline("LuminaPipeline")
+def lumina_next() -> tuple[Any, Arguments]:
+    from diffusers import LuminaPipeline
+
+    pipe = LuminaPipeline(
+        transformer=lumina_next_dit(),
+        scheduler=flow_scheduler(),
+        # The pipeline assumes that latents are 8 times smaller.
+        vae=kl_vae(4, blocks=4, shift=None),
+        text_encoder=gemma(32),
+        tokenizer=gemma_tokenizer(),
+    )
+    call = arguments(
+        prompt="a cat",
+        negative_prompt="bad",
+        height=64,
+        width=64,
+        num_inference_steps=2,
+        guidance_scale=4.0,
+        clean_caption=False,
+        max_sequence_length=16,
+        output_type="np",
+    )
+    return pipe, call
