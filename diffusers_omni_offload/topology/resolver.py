@@ -146,9 +146,10 @@ class _Resolver:
 
     def _stack_dits(self) -> None:
         dits = self.choices.are("layer", "dit")
-        if self.discovery.is_scan and not self.plan.block_attrs:
-            # A well-known name proves nothing: what has no blocks isn't taken for a DiT, as long as something else is.
-            named = [dit for dit in dits if declared_containers(dit, (), self.findings)]
+        if self.discovery.is_scan:
+            # A name proves nothing: what has no blocks isn't taken for a DiT, as long as something else is.
+            planned = self.plan.block_attrs
+            named = [dit for dit in dits if declared_containers(dit, planned.get(dit.path, ()), self.findings)]
             for dit in dits:
                 if named and dit not in named:
                     self.findings.note(f"{dit.path!r} declares no blocks, so it stays on the device.")
@@ -221,7 +222,7 @@ class _Resolver:
 
     def _blocks_in(self, component: ResolvedComponent, containers: tuple[str, ...]) -> list[Block]:
         try:
-            blocks = collect_blocks(component, containers, self.findings)
+            blocks = collect_blocks(component, containers, self.findings, self.discovery.kept)
         except ValueError as error:
             self.findings.problem(str(error))
             return []
