@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
+from tests.zoo.assembly import arguments, assemble
 from tests.zoo.building import build, normal
-from tests.zoo.families.wan import WAN
-from tests.zoo.registry import Arguments, transformer
+from tests.zoo.families.wan import WAN, WAN_CALL, wan_components
+from tests.zoo.registry import Arguments, pipeline, transformer
 
 
 def anyflow_arguments() -> dict[str, Any]:
@@ -21,16 +22,45 @@ def anyflow_arguments() -> dict[str, Any]:
     }
 
 
-@transformer("AnyFlowTransformer3DModel")
-def anyflow() -> tuple[Any, Arguments]:
+def anyflow_transformer() -> Any:
     from diffusers import AnyFlowTransformer3DModel
 
-    return build(AnyFlowTransformer3DModel, 47, **WAN), anyflow_arguments
+    return build(AnyFlowTransformer3DModel, 47, **WAN)
+
+
+def far_transformer() -> Any:
+    from diffusers import AnyFlowFARTransformer3DModel
+
+    return build(AnyFlowFARTransformer3DModel, 48, **WAN, chunk_partition=(1, 1), compressed_patch_size=(1, 4, 4))
+
+
+@transformer("AnyFlowTransformer3DModel")
+def anyflow() -> tuple[Any, Arguments]:
+    return anyflow_transformer(), anyflow_arguments
 
 
 @transformer("AnyFlowFARTransformer3DModel")
 def anyflow_far() -> tuple[Any, Arguments]:
-    from diffusers import AnyFlowFARTransformer3DModel
+    return far_transformer(), lambda: {**anyflow_arguments(), "chunk_partition": [1, 1]}
 
-    model = build(AnyFlowFARTransformer3DModel, 48, **WAN, chunk_partition=(1, 1), compressed_patch_size=(1, 4, 4))
-    return model, lambda: {**anyflow_arguments(), "chunk_partition": [1, 1]}
+
+def flow_map_components() -> dict[str, Any]:
+    from diffusers import FlowMapEulerDiscreteScheduler
+
+    return {**wan_components(), "scheduler": FlowMapEulerDiscreteScheduler(shift=5.0)}
+
+
+@pipeline("AnyFlowPipeline")
+def anyflow_pipeline() -> tuple[Any, Arguments]:
+    from diffusers import AnyFlowPipeline
+
+    pipe = assemble(AnyFlowPipeline, flow_map_components(), transformer=anyflow_transformer())
+    return pipe, arguments(**WAN_CALL, num_frames=5)
+
+
+@pipeline("AnyFlowFARPipeline")
+def anyflow_far_pipeline() -> tuple[Any, Arguments]:
+    from diffusers import AnyFlowFARPipeline
+
+    pipe = assemble(AnyFlowFARPipeline, flow_map_components(), transformer=far_transformer())
+    return pipe, arguments(**WAN_CALL, num_frames=5)

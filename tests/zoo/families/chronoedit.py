@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.zoo.building import build, normal
-from tests.zoo.families.wan import WAN, wan_arguments
-from tests.zoo.registry import Arguments, transformer
+from tests.tiny import text_encoders
+from tests.tiny.pipelines import flow_scheduler
+from tests.zoo.assembly import arguments, assemble
+from tests.zoo.building import build, normal, picture
+from tests.zoo.families.wan import WAN, WAN_CALL, wan_arguments, wan_components
+from tests.zoo.registry import Arguments, pipeline, transformer
 
 
 def chronoedit_transformer() -> Any:
@@ -26,3 +29,18 @@ def chronoedit() -> tuple[Any, Arguments]:
         }
 
     return chronoedit_transformer(), call
+
+
+@pipeline("ChronoEditPipeline")
+def chronoedit_pipeline() -> tuple[Any, Arguments]:
+    from diffusers import ChronoEditPipeline
+
+    image_encoder, image_processor = text_encoders.clip_vision(16)
+    pipe = assemble(
+        ChronoEditPipeline,
+        {**wan_components(), "scheduler": flow_scheduler()},
+        image_encoder=image_encoder,
+        image_processor=image_processor,
+        transformer=chronoedit_transformer(),
+    )
+    return pipe, arguments(**{**WAN_CALL, "max_sequence_length": 512}, image=picture(16, 16), num_frames=5)
