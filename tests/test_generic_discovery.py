@@ -11,7 +11,9 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import nn
 
+from diffusers_omni_offload.config import OffloadConfig
 from diffusers_omni_offload.declarations import OffloadPlan
+from diffusers_omni_offload.topology import resolver
 from diffusers_omni_offload.topology.lists import blocks_read_outside, find_lists
 from diffusers_omni_offload.topology.plan import ResolvedPlan
 from diffusers_omni_offload.topology.resolver import resolve_offload_plan
@@ -186,6 +188,20 @@ def test_components_and_blocks_of_a_pipeline_that_declares_nothing(caplog: pytes
 def test_found_dits_may_keep_blocks_on_the_device() -> None:
     pipe = undeclared(transformer=DiT(blocks=6))
     assert resolve_offload_plan(pipe, layer(residents=2)).stacks[0].resident == (1, 4)
+
+
+def test_a_large_part_without_blocks_stays_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused where blocks are declared, as its author can declare what it is; here nobody can."""
+    monkeypatch.setattr(resolver, "LARGE_SUBMODULE_BYTES", 40)
+    pipe = undeclared(transformer=within(nn.Linear(8, 8), blocks=6))
+    assert len(resolve_offload_plan(pipe, layer(residents=2)).stacks[0].streamed) == 4
+
+
+@pytest.mark.parametrize("name", ["controlnet", "vae"])
+def test_a_component_of_another_kind_is_streamed_by_its_lists_if_it_is_chosen(name: str) -> None:
+    pipe = undeclared(transformer=DiT(blocks=2), **{name: DiT(down_blocks=3)})
+    config = OffloadConfig.from_options("layer", components={"dit": "layer", name: "layer"})
+    assert len(paths(resolve_offload_plan(pipe, config))[name]) == 3
 
 
 def test_no_dit_that_could_be_recognised() -> None:

@@ -42,6 +42,8 @@ class Discovery:
     """In words: where the declarations come from, for errors."""
     is_scan: bool
     """True if the components were found by their names, so that one of them may be no DiT at all."""
+    is_guess: bool = False
+    """True if their blocks were found as well, large lists within their parts among them."""
     kept: Mapping[int, str] = field(default_factory=dict)
     """Modules that stay on the device even if they are blocks: `id` -> why."""
 
@@ -61,6 +63,7 @@ def discover(
     owner, source = _declaring(pipeline, declarations)
     plan = _read_plan(owner, source)
     is_scan = owner is None or getattr(owner, _DECLARATIONS["dit"], None) is None
+    is_guess = is_scan and is_diffusers_pipeline(pipeline)
     kept: dict[int, str] = {}
     modules = list(iterate_modules(pipeline))
     declared: Mapping[ComponentRole, tuple[str, ...]]
@@ -69,7 +72,7 @@ def discover(
             role: checked_paths(f"{source}.{name}", getattr(owner, name, None) or ())
             for role, name in _DECLARATIONS.items()
         }
-    elif is_diffusers_pipeline(pipeline):
+    elif is_guess:
         found = guess(pipeline, modules, plan)
         declared, plan = found.declared, found.plan
         kept.update(found.shared)
@@ -105,7 +108,7 @@ def discover(
     every_path = [path for paths in declared.values() for path in paths]
     for path, module in [*modules, *_iterate_holders(pipeline, every_path)]:
         components.setdefault(id(module), ResolvedComponent(path, module, "resident"))
-    return Discovery(plan, declared, tuple(absent), tuple(components.values()), source, is_scan, kept)
+    return Discovery(plan, declared, tuple(absent), tuple(components.values()), source, is_scan, is_guess, kept)
 
 
 def iterate_modules(pipeline: Any) -> Iterator[tuple[str, nn.Module]]:

@@ -19,6 +19,7 @@ from diffusers_omni_offload.topology.blocks import (
 from diffusers_omni_offload.topology.choices import Choices
 from diffusers_omni_offload.topology.discovery import Discovery, discover
 from diffusers_omni_offload.topology.findings import Findings
+from diffusers_omni_offload.topology.lists import find_lists
 from diffusers_omni_offload.topology.paths import MissingPathError, is_inside, lookup
 from diffusers_omni_offload.topology.plan import (
     BlockStack,
@@ -206,7 +207,8 @@ class _Resolver:
             for component in self.choices.are("layer", selector):
                 if component.path in self.on_demand:
                     continue
-                blocks = self._blocks(component, ())
+                is_declared = bool(declared_containers(component, (), self.findings))
+                blocks = self._blocks(component, () if is_declared else find_lists(component.module))
                 if blocks:
                     self._add_stack(component, "dit", blocks, 0)
 
@@ -290,7 +292,7 @@ class _Resolver:
                 unmatched.discard(name)
                 if isinstance(module, nn.Module):
                     self._stack_submodule(dit, name, module, container)
-            if self.config.strategy is OffloadStrategy.DISTRIBUTED_LAYERWISE:
+            if self.config.strategy is OffloadStrategy.DISTRIBUTED_LAYERWISE and not self.discovery.is_guess:
                 self._stack_large_children(dit, taken, streamed)
         for name in sorted(unmatched):
             self.findings.problem(
