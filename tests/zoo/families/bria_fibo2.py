@@ -11,8 +11,8 @@ from tests.tiny.pipelines import flow_scheduler
 from tests.tiny.text_encoders import qwen3_vl
 from tests.tiny.vaes import flux2_vae
 from tests.zoo.assembly import arguments
-from tests.zoo.building import build, normal
-from tests.zoo.processors import TextProcessor
+from tests.zoo.building import build, normal, picture
+from tests.zoo.processors import qwen3_vl_processor
 from tests.zoo.registry import Arguments, pipeline, transformer
 
 
@@ -54,6 +54,7 @@ def bria_fibo2_transformer() -> tuple[nn.Module, Arguments]:
 
 @pipeline("BriaFibo2Pipeline")
 def bria_fibo2() -> tuple[Any, Arguments]:
+    """It edits a picture, which both the text encoder and the DiT see."""
     from diffusers import BriaFibo2Pipeline
 
     pipe = BriaFibo2Pipeline(
@@ -61,12 +62,14 @@ def bria_fibo2() -> tuple[Any, Arguments]:
         scheduler=flow_scheduler(),
         vae=flux2_vae(),
         text_encoder=qwen3_vl(hidden=16, layers=4),
-        processor=TextProcessor(),
+        processor=qwen3_vl_processor(),
     )
-    # A plain attribute: which of Qwen's layers the perceiver and the two injecting blocks read.
+    # Plain attributes: which of Qwen's layers the perceiver and the two injecting blocks read, and sizes of pictures.
     pipe.text_encoder_out_layers = ((1, 2, 3), (0, 1, 2), (2, 3, 4))
+    pipe.default_sample_size, pipe.text_encoder_image_size = 8, 64
     call = arguments(
-        prompt="a cat",
+        prompt="make it a cat",
+        image=picture(16, 16),
         negative_prompt="bad quality",
         height=16,
         width=16,
