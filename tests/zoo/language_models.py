@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.tiny.tokenizers import QWEN_VOCABULARY
+from tests.tiny.tokenizers import MISTRAL_VOCABULARY, QWEN_VOCABULARY
 from tests.zoo.building import build
 from tests.zoo.gemma import GEMMA_VOCABULARY
 
@@ -77,3 +77,19 @@ def gemma(hidden: int = 32, layers: int = 3) -> Any:
         **_SHAPE,
     )
     return build(GemmaModel, 46, config=config)
+
+
+def ministral3(hidden: int = 16, layers: int = 3) -> Any:
+    """A `Ministral3ForCausalLM` for the Mistral tokenizer."""
+    from transformers import Ministral3Config, Ministral3ForCausalLM
+
+    config = Ministral3Config(
+        vocab_size=MISTRAL_VOCABULARY,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=3,
+        **_SHAPE,
+    )
+    return build(Ministral3ForCausalLM, 47, config=config)

@@ -7,9 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.tiny.pipelines import flow_scheduler
+from tests.tiny.text_encoders import qwen3_vl
+from tests.tiny.tokenizers import qwen_tokenizer
+from tests.tiny.vaes import flux2_vae
+from tests.zoo.assembly import arguments
 from tests.zoo.building import build, normal
 from tests.zoo.positions import grid_ids
-from tests.zoo.registry import Arguments, transformer
+from tests.zoo.registry import Arguments, pipeline, transformer
 
 
 def ideogram4_dit(llm_features_dim: int = 64, seed: int = 221) -> Any:
@@ -46,3 +51,30 @@ def ideogram4_transformer() -> tuple[nn.Module, Arguments]:
         }
 
     return ideogram4_dit(), arguments
+
+
+@pipeline("Ideogram4Pipeline")
+def ideogram4() -> tuple[Any, Arguments]:
+    """The pipeline runs the text encoder's layers itself, one by one, and reads 13 of 36."""
+    from diffusers import Ideogram4Pipeline
+
+    features = 13 * 16
+    pipe = Ideogram4Pipeline(
+        scheduler=flow_scheduler(),
+        vae=flux2_vae(),
+        text_encoder=qwen3_vl(hidden=16, layers=36).model,
+        tokenizer=qwen_tokenizer(),
+        transformer=ideogram4_dit(features),
+        unconditional_transformer=ideogram4_dit(features, seed=222),
+    )
+    call = arguments(
+        prompt="a cat",
+        height=16,
+        width=16,
+        num_inference_steps=2,
+        guidance_scale=5.0,
+        guidance_schedule=None,
+        max_sequence_length=64,
+        output_type="np",
+    )
+    return pipe, call
