@@ -45,7 +45,7 @@ def _builder(make: Callable[[type], Any], class_name: str, fixed: Mapping[str, A
 
 
 def seeding_all(call: Arguments) -> Arguments:
-    """As `call`, and seeds the global generators: for pipelines that draw from them beside the generator they are given."""
+    """As `call`, and seeds the global generators, which some pipelines draw from beside the one they are given."""
 
     def seeded() -> dict[str, Any]:
         torch.manual_seed(0)
