@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
+import pkgutil
 import typing
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import diffusers
+import diffusers.modular_pipelines
+import diffusers.pipelines
 from diffusers import DiffusionPipeline
 from diffusers.modular_pipelines import ModularPipelineBlocks
 from torch import nn
@@ -58,11 +61,26 @@ def constructor_modules(pipeline: type) -> Iterator[tuple[str, type[nn.Module]]]
                 yield name, cls
 
 
-def _members() -> Iterator[type]:
+@functools.cache
+def _members() -> tuple[type, ...]:
+    """The classes that the modules below `diffusers.pipelines` and `diffusers.modular_pipelines` define.
+
+    A module's own import is asked, as diffusers itself offers a stand-in for a class if one of its optional
+    dependencies isn't there.
+    """
+    members: dict[str, type] = {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what the imports of all pipelines say
-        members = [getattr(diffusers, name) for name in dir(diffusers) if name.endswith(("Pipeline", "Blocks"))]
-    return (member for member in members if isinstance(member, type))
+        warnings.simplefilter("ignore")
+        for package in (diffusers.pipelines, diffusers.modular_pipelines):
+            for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+                if ".deprecated" in found.name:
+                    continue
+                try:
+                    module = importlib.import_module(found.name)
+                except (ImportError, RuntimeError):
+                    continue  # utilities that need what isn't installed; they define no pipelines
+                members.update({name: member for name, member in vars(module).items() if isinstance(member, type)})
+    return tuple(members[name] for name in sorted(members) if members[name].__module__.startswith("diffusers."))
 
 
 def _is_deprecated(pipeline: type) -> bool:
