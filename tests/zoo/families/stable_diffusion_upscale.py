@@ -9,6 +9,7 @@ from tests.tiny.tokenizers import clip_tokenizer
 from tests.tiny.vaes import kl_vae
 from tests.zoo.assembly import assemble, register_all
 from tests.zoo.building import build, picture
+from tests.zoo.families.prior import prior_dit
 from tests.zoo.image_encoders import clip_processor, clip_vision_projection
 from tests.zoo.stable_diffusion import SIZE, TEXT, sd_components
 
@@ -63,19 +64,16 @@ def upscaler(pipeline_class: type) -> Any:
 
 def unclip(pipeline_class: type) -> Any:
     """A pipeline whose UNet is told CLIP's embedding of a picture, which a prior makes or an encoder."""
-    from diffusers import DDPMScheduler, PriorTransformer
+    from diffusers import DDPMScheduler
     from diffusers.pipelines.stable_diffusion.stable_unclip_image_normalizer import StableUnCLIPImageNormalizer
 
-    prior = build(
-        PriorTransformer, 62, num_attention_heads=2, attention_head_dim=12, embedding_dim=EMBEDDING, num_layers=3
-    )
     components = sd_components(class_embed_type="projection", projection_class_embeddings_input_dim=2 * EMBEDDING)
     return assemble(
         pipeline_class,
         components,
         prior_tokenizer=clip_tokenizer(),
         prior_text_encoder=clip_text(True, projected=EMBEDDING, seed=13),
-        prior=prior,
+        prior=prior_dit(),
         prior_scheduler=DDPMScheduler(
             variance_type="fixed_small_log",
             prediction_type="sample",
