@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
-from tests.tiny.tokenizers import QWEN_VOCABULARY
+from tests.tiny.pipelines import flow_scheduler
+from tests.tiny.tokenizers import QWEN_VOCABULARY, qwen_tokenizer
+from tests.tiny.vaes import kl_vae
+from tests.zoo.assembly import arguments
 from tests.zoo.building import build, normal
-from tests.zoo.registry import Arguments, transformer
+from tests.zoo.registry import Arguments, pipeline, transformer
 
 
 def omnigen_dit() -> Any:
@@ -37,7 +41,7 @@ def omnigen_dit() -> Any:
 
 @transformer("OmniGenTransformer2DModel")
 def omnigen_transformer() -> tuple[nn.Module, Arguments]:
-    def arguments() -> dict[str, Any]:
+    def inputs() -> dict[str, Any]:
         # 4 tokens of text, the time token, 16 patches of the image.
         length = 4 + 1 + 16
         return {
@@ -50,4 +54,22 @@ def omnigen_transformer() -> tuple[nn.Module, Arguments]:
             "position_ids": torch.arange(length)[None],
         }
 
-    return omnigen_dit(), arguments
+    return omnigen_dit(), inputs
+
+
+@pipeline("OmniGenPipeline")
+def omnigen() -> tuple[Any, Arguments]:
+    from diffusers import OmniGenPipeline
+    from diffusers.pipelines.omnigen import pipeline_omnigen, processor_omnigen
+
+    processor = processor_omnigen.OmniGenMultiModalProcessor
+    # The constructor prepares transforms of torchvision for the pictures that one may give: none is given here.
+    with (
+        mock.patch.object(processor_omnigen, "transforms", mock.Mock(), create=True),
+        mock.patch.object(pipeline_omnigen, "OmniGenMultiModalProcessor", processor, create=True),
+    ):
+        pipe = OmniGenPipeline(
+            transformer=omnigen_dit(), scheduler=flow_scheduler(), vae=kl_vae(4, blocks=4), tokenizer=qwen_tokenizer()
+        )
+    call = arguments(prompt="a cat", height=64, width=64, num_inference_steps=2, guidance_scale=2.5, output_type="np")
+    return pipe, call

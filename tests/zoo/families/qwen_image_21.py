@@ -7,8 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.zoo.building import build, normal
-from tests.zoo.registry import Arguments, transformer
+from tests.tiny.pipelines import flow_scheduler
+from tests.tiny.text_encoders import qwen3_vl
+from tests.zoo.assembly import arguments
+from tests.zoo.building import build, normal, picture
+from tests.zoo.processors import qwen3_vl_processor
+from tests.zoo.registry import Arguments, pipeline, transformer
 
 
 def qwen_image_21_dit() -> Any:
@@ -31,7 +35,7 @@ def qwen_image_21_dit() -> Any:
 
 @transformer("QwenImage21Transformer2DModel")
 def qwen_image_21_transformer() -> tuple[nn.Module, Arguments]:
-    def arguments() -> dict[str, Any]:
+    def inputs() -> dict[str, Any]:
         # 5 tokens of text; each slot of the target stands for 4 of its 16 patches.
         slots = torch.tensor([[False] * 5 + [True] * 4])
         return {
@@ -42,4 +46,44 @@ def qwen_image_21_transformer() -> tuple[nn.Module, Arguments]:
             "img_mask": slots,
         }
 
-    return qwen_image_21_dit(), arguments
+    return qwen_image_21_dit(), inputs
+
+
+def qwen_image_21_vae() -> Any:
+    """An `AutoencoderKLQwenImage21` with 16 latent channels, 16x smaller in space; pictures have an alpha channel."""
+    from diffusers import AutoencoderKLQwenImage21
+
+    return build(
+        AutoencoderKLQwenImage21,
+        seed=66,
+        base_dim=4,
+        decoder_base_dim=4,
+        z_dim=16,
+        dim_mult=[1, 1, 1, 2, 2],
+        num_res_blocks=1,
+        latents_mean=[0.0] * 16,
+        latents_std=[1.0] * 16,
+    )
+
+
+@pipeline("QwenImage21Pipeline")
+def qwen_image_21() -> tuple[Any, Arguments]:
+    from diffusers import QwenImage21Pipeline
+
+    pipe = QwenImage21Pipeline(
+        scheduler=flow_scheduler(),
+        vae=qwen_image_21_vae(),
+        text_encoder=qwen3_vl(32, 3),
+        processor=qwen3_vl_processor(),
+        transformer=qwen_image_21_dit(),
+    )
+    call = arguments(
+        prompt="a cat",
+        negative_prompt="bad",
+        image=picture(64, 64),
+        output_resolution=64,
+        num_inference_steps=2,
+        true_cfg_scale=3.0,
+        output_type="np",
+    )
+    return pipe, call
