@@ -105,8 +105,9 @@ def hunyuan_image() -> tuple[Any, Arguments]:
         guider=mixed_guider(),
         ocr_guider=mixed_guider(),
     )
-    # A plain attribute: the template alone has some 170 bytes.
-    pipe.tokenizer_max_length = 200
+    # Plain attributes: the stock template has some 170 bytes, which are as many tokens here.
+    pipe.prompt_template_encode, pipe.prompt_template_encode_start_idx = "<|im_start|>{}<|im_end|>", 1
+    pipe.tokenizer_max_length = pipe.tokenizer_2_max_length = 32
     # What is in quotes goes to ByT5.
     call = arguments(
         prompt='a sign that says "hi"',
@@ -140,6 +141,8 @@ def hunyuan_image_refiner() -> tuple[Any, Arguments]:
         transformer=refiner_dit(),
         guider=mixed_guider(),
     )
+    pipe.prompt_template_encode, pipe.prompt_template_encode_start_idx = "<|im_start|>{}<|im_end|>", 1
+    pipe.tokenizer_max_length = 32
     call = arguments(
         prompt="a cat",
         negative_prompt="bad",
