@@ -1,4 +1,4 @@
-"""Small models that read pictures: CLIP's vision tower with a projection, and a depth estimator."""
+"""Small models that read pictures: CLIP's and SigLIP's vision towers, and a depth estimator."""
 
 from __future__ import annotations
 
@@ -72,3 +72,19 @@ def depth_estimator() -> tuple[Any, Any]:
     # Else its last ReLU would make everything equally deep: zero.
     model.head.head[-2].bias.data.fill_(1.0)
     return model, DPTImageProcessorPil(size={"height": 32, "width": 32})
+
+
+def siglip_vision(hidden: int = 16, image_size: int = 28) -> tuple[Any, Any]:
+    """A `SiglipVisionModel`, four patches a picture, and its image processor."""
+    from transformers import SiglipImageProcessorPil, SiglipVisionConfig, SiglipVisionModel
+
+    config = SiglipVisionConfig(
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        image_size=image_size,
+        patch_size=14,
+    )
+    processor = SiglipImageProcessorPil(size={"height": image_size, "width": image_size})
+    return build(SiglipVisionModel, 54, config=config), processor
