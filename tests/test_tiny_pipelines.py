@@ -49,6 +49,11 @@ def test_runs_are_repeatable_and_survive_saving(name: str, tmp_path: Path) -> No
         ("flux2", {"transformer": ["transformer_blocks", "single_transformer_blocks"]}),
         ("sd3", {"transformer": ["transformer_blocks"]}),
         ("qwen_image", {"transformer": ["transformer_blocks"]}),
+        ("sdxl", {"unet": ["down_blocks", "up_blocks"]}),
+        ("longcat_image", {"transformer": ["transformer_blocks", "single_transformer_blocks"]}),
+        ("ovis_image", {"transformer": ["transformer_blocks", "single_transformer_blocks"]}),
+        ("cosmos3_omni", {"transformer": ["layers"]}),
+        ("minimax_h3", {"transformer": ["transformer_blocks"]}),
     ],
 )
 def test_every_dit_block_matters(name: str, stacks: dict[str, list[str]]) -> None:

@@ -20,10 +20,12 @@ from .pipelines import (
     build_wan_i2v,
 )
 from .running import align_parameters, reload, run, to_array, trace
+from .standins import STANDINS
 from .toy import ToyDiT, ToyPipeline, build_toy
 
 __all__ = [
     "BUILDERS",
+    "STANDINS",
     "VARIANTS",
     "ToyDiT",
     "ToyPipeline",

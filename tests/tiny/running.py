@@ -8,15 +8,20 @@ from typing import Any
 import numpy as np
 import torch
 
+# What pipelines make, and what is compared of those that make nothing. A modular pipeline returns everything that it
+# has ever held, embeddings too, so the order matters.
+_MADE = ("frames", "images", "video", "videos", "audios", "audio", "prediction", "coords_nm", "image")
+_EMBEDDED = ("prompt_embeds", "image_embeds")
+
 
 def to_array(output: Any) -> np.ndarray:
-    """A pipeline's output as one array: frames, images, sound, embeddings, maps, a protein, or a modular's videos."""
-    for name in ("frames", "images", "video", "audios", "prompt_embeds", "image_embeds", "prediction", "coords_nm"):
+    """A pipeline's output as one array: frames, images, sound, maps, a protein, or embeddings."""
+    for name in (*_MADE, *_EMBEDDED):
         value = getattr(output, name, None)
         if value is not None:
             break
     else:
-        value = output.get("videos") if hasattr(output, "get") else output
+        value = output
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu().float()
     return np.asarray(value)
