@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.zoo.building import build, normal
-from tests.zoo.families.cogvideox import COGVIDEOX, cogvideox_arguments
-from tests.zoo.registry import Arguments, transformer
+from tests.zoo.assembly import arguments, assemble
+from tests.zoo.building import build, normal, picture
+from tests.zoo.families.cogvideox import COGVIDEOX, COGVIDEOX_CALL, cogvideox_arguments, cogvideox_components
+from tests.zoo.registry import Arguments, pipeline, transformer
 
 
 def consisid_transformer(in_channels: int = 4) -> Any:
@@ -44,3 +45,18 @@ def consisid() -> tuple[Any, Arguments]:
         }
 
     return consisid_transformer(), call
+
+
+@pipeline("ConsisIDPipeline")
+def consisid_pipeline() -> tuple[Any, Arguments]:
+    """From its module: diffusers exports it only where OpenCV is installed, which it needs for key points alone."""
+    from diffusers.pipelines.consisid.pipeline_consisid import ConsisIDPipeline
+
+    pipe = assemble(ConsisIDPipeline, cogvideox_components(transformer=consisid_transformer(8)))
+    return pipe, arguments(
+        **COGVIDEOX_CALL,
+        image=picture(16, 16),
+        num_frames=9,
+        id_cond=normal(1, 8, seed=2),
+        id_vit_hidden=[normal(1, 5, 6, seed=3), normal(1, 5, 6, seed=4)],
+    )

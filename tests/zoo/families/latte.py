@@ -6,8 +6,11 @@ from typing import Any
 
 import torch
 
+from diffusers_omni_offload.demo.tiny_wan import t5_tokenizer
+from tests.tiny import text_encoders, vaes
+from tests.zoo.assembly import arguments
 from tests.zoo.building import build, normal
-from tests.zoo.registry import Arguments, transformer
+from tests.zoo.registry import Arguments, pipeline, transformer
 
 
 def latte_transformer() -> Any:
@@ -45,3 +48,27 @@ def latte() -> tuple[Any, Arguments]:
         }
 
     return latte_transformer(), call
+
+
+@pipeline("LattePipeline")
+def latte_pipeline() -> tuple[Any, Arguments]:
+    from diffusers import DDIMScheduler, LattePipeline
+
+    pipe = LattePipeline(
+        tokenizer=t5_tokenizer(),
+        text_encoder=text_encoders.t5_encoder(32),
+        vae=vaes.kl_vae(4),
+        transformer=latte_transformer(),
+        scheduler=DDIMScheduler(),
+    )
+    return pipe, arguments(
+        prompt="dance monkey",
+        negative_prompt="bad",
+        height=8,
+        width=8,
+        video_length=2,
+        num_inference_steps=2,
+        guidance_scale=5.0,
+        clean_caption=False,
+        output_type="pt",
+    )

@@ -6,8 +6,12 @@ from typing import Any
 
 import torch
 
+from diffusers_omni_offload.demo.tiny_wan import t5_tokenizer
+from tests.tiny import text_encoders
+from tests.tiny.pipelines import flow_scheduler
+from tests.zoo.assembly import arguments
 from tests.zoo.building import build, normal
-from tests.zoo.registry import Arguments, transformer
+from tests.zoo.registry import Arguments, pipeline, transformer
 
 
 def mochi_transformer() -> Any:
@@ -39,3 +43,35 @@ def mochi() -> tuple[Any, Arguments]:
         }
 
     return mochi_transformer(), call
+
+
+@pipeline("MochiPipeline")
+def mochi_pipeline() -> tuple[Any, Arguments]:
+    from diffusers import AutoencoderKLMochi, MochiPipeline
+
+    vae = build(
+        AutoencoderKLMochi,
+        74,
+        latent_channels=12,
+        encoder_block_out_channels=(32, 32, 32, 32),
+        decoder_block_out_channels=(32, 32, 32, 32),
+        layers_per_block=(1, 1, 1, 1, 1),
+    )
+    pipe = MochiPipeline(
+        scheduler=flow_scheduler(),
+        vae=vae,
+        text_encoder=text_encoders.t5_encoder(32),
+        tokenizer=t5_tokenizer(),
+        transformer=mochi_transformer(),
+    )
+    return pipe, arguments(
+        prompt="dance monkey",
+        negative_prompt="bad",
+        height=16,
+        width=16,
+        num_frames=7,
+        num_inference_steps=2,
+        guidance_scale=4.5,
+        max_sequence_length=16,
+        output_type="np",
+    )
