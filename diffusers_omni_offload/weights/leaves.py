@@ -145,9 +145,7 @@ class Layout:
                 span = group[bisect_right(group, start, key=lambda span: span.start) - 1]
                 span.members.append(index)
                 packed = span.offset + start - span.start
-            self.placements.append(
-                Placement(packed, stop - start, tensor.dtype, tensor.shape, tuple(tensor.stride()))
-            )
+            self.placements.append(Placement(packed, stop - start, tensor.dtype, tensor.shape, tuple(tensor.stride())))
 
     def copy_to(self, buffer: torch.Tensor, arrived: Callable[[int], None] | None = None) -> None:
         """Copy every byte into `buffer`, a uint8 tensor of shape (nbytes,), and let the old storages go one by one.
