@@ -93,6 +93,13 @@ def test_a_copy_from_pageable_memory_blocks(sim, slot):
     assert sim.stats()["pending"] == 0 and is_filled(slot)
 
 
+def test_a_copy_of_inference_mode_may_be_waited_for_outside_it(source, slot):
+    with torch.inference_mode():
+        stream, _ = copy_on_side_stream(slot, source)
+    stream.synchronize()
+    assert is_filled(slot)
+
+
 def test_copies_may_be_issued_from_another_thread(source, slot):
     events = []
     thread = threading.Thread(target=lambda: events.append(copy_on_side_stream(slot, source)[1]))

@@ -9,6 +9,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.flex_attention import flex_attention
 
 torch.manual_seed(0)
 MATRIX = torch.randn(4, 5)
@@ -170,6 +171,16 @@ def test_attention_equals_the_cpu(device, name, dtype, grad):
             return [output]
         output.square().sum().backward()
         return [output.detach()] + [arguments[key].grad for key in ("query", "key", "value")]
+
+    assert_same(run(device), run("cpu"))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_flex_attention_equals_the_cpu(device):
+    def run(where):
+        heads = HEADS.to(where)
+        with torch.no_grad():
+            return flex_attention(heads, heads, heads, score_mod=lambda score, batch, head, q, k: score - (q - k).abs())
 
     assert_same(run(device), run("cpu"))
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from diffusers_omni_offload.declarations import a_type, checked_paths
 from diffusers_omni_offload.topology.findings import Findings
+from diffusers_omni_offload.topology.lists import blocks_read_outside
 from diffusers_omni_offload.topology.paths import MissingPathError, lookup
 from diffusers_omni_offload.topology.plan import BlockStack, ResolvedComponent, module_nbytes
 
@@ -33,6 +34,11 @@ Block = tuple[str, nn.Module]
 """A block and its path relative to its component."""
 
 
+def declares_blocks(module: nn.Module) -> bool:
+    """True if the module's class names its block containers itself."""
+    return any(getattr(module, name, None) is not None for name in (BLOCKS_ATTRIBUTE, DEPRECATED_BLOCKS_ATTRIBUTE))
+
+
 def declared_containers(component: ResolvedComponent, planned: tuple[str, ...], findings: Findings) -> tuple[str, ...]:
     """The block containers of a component: the plan's, else those that its class declares; () if there are none."""
     if planned:
@@ -52,11 +58,14 @@ def declared_containers(component: ResolvedComponent, planned: tuple[str, ...], 
     return checked_paths(f"{owner}.{DEPRECATED_BLOCKS_ATTRIBUTE}", [single])
 
 
-def collect_blocks(component: ResolvedComponent, containers: Iterable[str], findings: Findings) -> list[Block]:
+def collect_blocks(
+    component: ResolvedComponent, containers: Iterable[str], findings: Findings, kept: Mapping[int, str] | None = None
+) -> list[Block]:
     """The blocks of the containers, in the order of the containers and then of their elements, each module once.
 
-    Blocks without parameters and buffers are left out, with a note. Raises ValueError for a container that isn't there
-    or that holds anything but modules.
+    Blocks without parameters and buffers are left out, with a note, and so are those that stay on the device: the
+    `kept` ones (`id` of the module -> why), and those of which `forward` uses a part on its own. Raises ValueError for
+    a container that isn't there or that holds anything but modules.
     """
     names: dict[int, str] = {}
     for name, module in component.module.named_modules():
@@ -81,6 +90,13 @@ def collect_blocks(component: ResolvedComponent, containers: Iterable[str], find
         )
     if empty:
         findings.note(f"{component.path}: {', '.join(empty)} hold no weights, so there is nothing to stream for them.")
+    reasons = dict(kept or {})
+    for block_id, part in blocks_read_outside(component.module, [path for path, _ in blocks.values()]).items():
+        reasons.setdefault(block_id, f"{part!r} of it is used outside of its own forward")
+    for block_id, reason in reasons.items():
+        if block_id in blocks:
+            path, _ = blocks.pop(block_id)
+            findings.note(f"{component.path}.{path} stays on the device: {reason}.")
     return list(blocks.values())
 
 
@@ -118,10 +134,12 @@ def _flatten(owner: str, path: str, value: Any, depth: int = 0) -> Iterator[Bloc
             f"The block container {path!r} of {owner} is {a_type(value)}; a ModuleList, a list, a ModuleDict or a "
             "single module is needed."
         )
-    # An element of a dict may be a list of blocks; an element of a list is a block, even if it is a Sequential.
+    # An element of a dict may be a list of blocks; an element of a list is a block, even if it is a Sequential. But a
+    # ModuleList within either has no forward of its own: its elements are what runs.
     is_mapping = isinstance(value, (Mapping, nn.ModuleDict))
     for key, entry in entries:
-        if is_mapping and isinstance(entry, (list, tuple, nn.ModuleList)) and depth == 0:
+        is_plain = is_mapping and isinstance(entry, (list, tuple)) and depth == 0
+        if is_plain or isinstance(entry, (nn.ModuleList, nn.ModuleDict)):
             yield from _flatten(owner, f"{path}.{key}", entry, depth + 1)
         elif isinstance(entry, nn.Module):
             yield f"{path}.{key}", entry

@@ -73,7 +73,7 @@ class Choices:
             what = f"none of {declared} is loaded" if declared else "none is declared"
             self._findings.problem(
                 f"{self._name} has no DiT to offload: {what} ({discovery.source}). Declare its denoising modules in "
-                "_dit_modules, or load one."
+                "_dit_modules, on its class or on an adapter (register_adapter), or load one."
             )
             return f"{self._name} has no DiT"
         if self._findings.explicit and not config.is_default:

@@ -1,15 +1,16 @@
-"""Which components a pipeline has and what part each plays: declared, or found by a scan of well-known names."""
+"""Which components a pipeline has and what part each plays: declared, or found by their names."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from diffusers_omni_offload.declarations import OFFLOAD_PLAN_ATTRIBUTE, OffloadPlan, a_type, checked_paths
 from diffusers_omni_offload.topology.findings import Findings
+from diffusers_omni_offload.topology.generic import guess, is_diffusers_pipeline
 from diffusers_omni_offload.topology.paths import MissingPathError, lookup
 from diffusers_omni_offload.topology.plan import ComponentRole, ResolvedComponent
 
@@ -18,7 +19,7 @@ WELL_KNOWN_NAMES: Mapping[ComponentRole, tuple[str, ...]] = {
     "encoder": ("text_encoder", "text_encoder_2", "text_encoder_3", "image_encoder"),
     "vae": ("vae", "audio_vae"),
 }
-"""What the scan looks for in a pipeline without declarations."""
+"""What the scan looks for in an object without declarations that is no diffusers pipeline."""
 
 _DECLARATIONS: Mapping[ComponentRole, str] = {
     "dit": "_dit_modules",
@@ -41,6 +42,10 @@ class Discovery:
     """In words: where the declarations come from, for errors."""
     is_scan: bool
     """True if the components were found by their names, so that one of them may be no DiT at all."""
+    is_guess: bool = False
+    """True if their blocks were found as well, large lists within their parts among them."""
+    kept: Mapping[int, str] = field(default_factory=dict)
+    """Modules that stay on the device even if they are blocks: `id` -> why."""
 
     def loaded(self, role: ComponentRole) -> tuple[ResolvedComponent, ...]:
         """Components of a role that are there."""
@@ -58,11 +63,21 @@ def discover(
     owner, source = _declaring(pipeline, declarations)
     plan = _read_plan(owner, source)
     is_scan = owner is None or getattr(owner, _DECLARATIONS["dit"], None) is None
+    is_guess = is_scan and is_diffusers_pipeline(pipeline)
+    kept: dict[int, str] = {}
+    modules = list(iterate_modules(pipeline))
+    declared: Mapping[ComponentRole, tuple[str, ...]]
     if not is_scan:
         declared = {
             role: checked_paths(f"{source}.{name}", getattr(owner, name, None) or ())
             for role, name in _DECLARATIONS.items()
         }
+    elif is_guess:
+        found = guess(pipeline, modules, plan)
+        declared, plan = found.declared, found.plan
+        kept.update(found.shared)
+        source = f"the names of its components: {_listed(modules)}"
+        findings.say_once("guess", type(pipeline), found.summary)
     else:
         source = f"a scan of {type(pipeline).__name__} for well-known names"
         declared = _scan(pipeline, plan)
@@ -88,10 +103,12 @@ def discover(
                 findings.note(
                     f"{path!r} ({role}) is the same module as {earlier.path!r} ({earlier.role}) and is treated as that."
                 )
+            if components[id(module)].role == "resident":
+                kept[id(module)] = f"{source} declares it in {_DECLARATIONS[role]}"
     every_path = [path for paths in declared.values() for path in paths]
-    for path, module in [*iterate_modules(pipeline), *_iterate_holders(pipeline, every_path)]:
+    for path, module in [*modules, *_iterate_holders(pipeline, every_path)]:
         components.setdefault(id(module), ResolvedComponent(path, module, "resident"))
-    return Discovery(plan, declared, tuple(absent), tuple(components.values()), source, is_scan)
+    return Discovery(plan, declared, tuple(absent), tuple(components.values()), source, is_scan, is_guess, kept)
 
 
 def iterate_modules(pipeline: Any) -> Iterator[tuple[str, nn.Module]]:
@@ -181,6 +198,10 @@ def _declaring(pipeline: Any, declarations: type | None) -> tuple[Any, str]:
     if declarations is not None:
         return declarations, getattr(declarations, "__name__", type(declarations).__name__)
     return None, ""
+
+
+def _listed(modules: list[tuple[str, nn.Module]]) -> str:
+    return ", ".join(f"{path} ({type(module).__name__})" for path, module in modules) or "it holds no modules"
 
 
 def _read_plan(owner: Any, source: str) -> OffloadPlan:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 
+from diffusers_omni_offload.messages import logger
+
 _warned: set[tuple[str, str]] = set()
 
 
@@ -33,7 +35,18 @@ class Findings:
 
     def warn_once(self, topic: str, owner: type, sentence: str) -> None:
         """A warning once per class and topic in this process."""
-        key = (topic, f"{owner.__module__}.{owner.__qualname__}")
-        if key not in _warned:
-            _warned.add(key)
+        if _is_first(topic, owner):
             warnings.warn(sentence, stacklevel=2)
+
+    def say_once(self, topic: str, owner: type, sentence: str) -> None:
+        """A note that is also one line of information, once per class and topic in this process."""
+        self.note(sentence)
+        if _is_first(topic, owner):
+            logger.info(sentence)
+
+
+def _is_first(topic: str, owner: type) -> bool:
+    key = (topic, f"{owner.__module__}.{owner.__qualname__}")
+    is_first = key not in _warned
+    _warned.add(key)
+    return is_first

@@ -19,6 +19,7 @@ from diffusers_omni_offload.topology.blocks import (
 from diffusers_omni_offload.topology.choices import Choices
 from diffusers_omni_offload.topology.discovery import Discovery, discover
 from diffusers_omni_offload.topology.findings import Findings
+from diffusers_omni_offload.topology.lists import find_lists
 from diffusers_omni_offload.topology.paths import MissingPathError, is_inside, lookup
 from diffusers_omni_offload.topology.plan import (
     BlockStack,
@@ -147,9 +148,10 @@ class _Resolver:
 
     def _stack_dits(self) -> None:
         dits = self.choices.are("layer", "dit")
-        if self.discovery.is_scan and not self.plan.block_attrs:
-            # A well-known name proves nothing: what has no blocks isn't taken for a DiT, as long as something else is.
-            named = [dit for dit in dits if declared_containers(dit, (), self.findings)]
+        if self.discovery.is_scan:
+            # A name proves nothing: what has no blocks isn't taken for a DiT, as long as something else is.
+            planned = self.plan.block_attrs
+            named = [dit for dit in dits if declared_containers(dit, planned.get(dit.path, ()), self.findings)]
             for dit in dits:
                 if named and dit not in named:
                     self.findings.note(f"{dit.path!r} declares no blocks, so it stays on the device.")
@@ -206,7 +208,8 @@ class _Resolver:
             for component in self.choices.are("layer", selector):
                 if component.path in self.on_demand:
                     continue
-                blocks = self._blocks(component, ())
+                is_declared = bool(declared_containers(component, (), self.findings))
+                blocks = self._blocks(component, () if is_declared else find_lists(component.module))
                 if blocks:
                     self._add_stack(component, "dit", blocks, 0)
 
@@ -222,7 +225,7 @@ class _Resolver:
 
     def _blocks_in(self, component: ResolvedComponent, containers: tuple[str, ...]) -> list[Block]:
         try:
-            blocks = collect_blocks(component, containers, self.findings)
+            blocks = collect_blocks(component, containers, self.findings, self.discovery.kept)
         except ValueError as error:
             self.findings.problem(str(error))
             return []
@@ -290,7 +293,7 @@ class _Resolver:
                 unmatched.discard(name)
                 if isinstance(module, nn.Module):
                     self._stack_submodule(dit, name, module, container)
-            if self.config.strategy is OffloadStrategy.DISTRIBUTED_LAYERWISE:
+            if self.config.strategy is OffloadStrategy.DISTRIBUTED_LAYERWISE and not self.discovery.is_guess:
                 self._stack_large_children(dit, taken, streamed)
         for name in sorted(unmatched):
             self.findings.problem(

@@ -7,7 +7,7 @@ import ctypes
 import torch
 
 from .build import build
-from .libraries import accept_device_in_safetensors, forget_remembered_accelerator
+from .libraries import accept_device_in_flex_attention, accept_device_in_safetensors, forget_remembered_accelerator
 from .module import make_device_module
 
 #: Every option with its value after `install()`. Rates are per second; -1 means "no limit".
@@ -94,6 +94,7 @@ def install(name: str = "sim", **config: float | None) -> torch.device:
         torch._register_device_module(name, make_device_module(name, library))
         torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
         accept_device_in_safetensors(name)
+        accept_device_in_flex_attention(name)
         forget_remembered_accelerator()
         # torch asks no device whether memory is pinned until its own pinned allocator was used once.
         torch.empty(1, pin_memory=True)

@@ -3,6 +3,8 @@
 safetensors parses device names in compiled code and knows only those of real hardware, so `device="sim"` is refused
 before any tensor exists. A thin function in front of `safe_open` opens the file for the CPU and moves what is read.
 
+torch's flex attention has a list of device types, though its eager form is made of ordinary operators.
+
 diffusers asks for the accelerator once and remembers the answer, which may be from before the device was there.
 """
 
@@ -15,6 +17,7 @@ from typing import Any
 import safetensors
 import safetensors.torch
 import torch
+from torch.nn.attention import flex_attention
 
 
 class _MovedSlice:
@@ -70,6 +73,18 @@ def accept_device_in_safetensors(name: str) -> None:
     for module in list(sys.modules.values()):
         if getattr(module, "__dict__", {}).get("safe_open") is original:
             module.safe_open = safe_open
+
+
+def accept_device_in_flex_attention(name: str) -> None:
+    """Make `torch.nn.attention.flex_attention` take tensors of this device in this process; it runs eagerly there."""
+    original = flex_attention._validate_device
+
+    def validate_device(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """torch's own check, for every other device."""
+        if query.device.type != name:
+            original(query, key, value)
+
+    flex_attention._validate_device = validate_device
 
 
 def forget_remembered_accelerator() -> None:

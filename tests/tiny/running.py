@@ -10,8 +10,8 @@ import torch
 
 
 def to_array(output: Any) -> np.ndarray:
-    """A pipeline's output (frames, images, or a modular pipeline's videos) as one array."""
-    for name in ("frames", "images", "video"):
+    """A pipeline's output as one array: frames, images, sound, embeddings, maps, a protein, or a modular's videos."""
+    for name in ("frames", "images", "video", "audios", "prompt_embeds", "image_embeds", "prediction", "coords_nm"):
         value = getattr(output, name, None)
         if value is not None:
             break

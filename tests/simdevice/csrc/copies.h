@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/resize_native.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/InferenceMode.h>
 
 #include "alias.h"
 #include "launch.h"
@@ -58,6 +59,8 @@ inline void defer_copy(StreamState& stream, uint64_t clock, Tensor to, Tensor fr
       report_hazard(
           "simdevice race: the pinned source of an asynchronous copy was changed by the host before the copy had run");
     at::AutoDispatchBelowAutograd below_autograd;
+    // Views that were made in inference mode can be written to in inference mode only.
+    c10::InferenceMode inference_mode;
     to.copy_(from);
   }});
 }

@@ -6,9 +6,13 @@ from typing import Any
 
 import torch
 
-from diffusers_omni_offload.demo.tiny_wan import wan_transformer
-from tests.zoo.building import build, normal
-from tests.zoo.registry import Arguments, transformer
+from diffusers_omni_offload.demo.tiny_wan import t5_tokenizer, wan_transformer
+from tests.tiny import build_wan, build_wan_i2v, text_encoders, vaes
+from tests.tiny.pipelines import unipc_scheduler
+from tests.zoo.assembly import arguments, assemble
+from tests.zoo.building import build, normal, picture
+from tests.zoo.clips import clip
+from tests.zoo.registry import Arguments, pipeline, transformer
 
 # Widths that all DiTs of the family take.
 WAN = {
@@ -20,6 +24,28 @@ WAN = {
     "cross_attn_norm": True,
     "rope_max_seq_len": 32,
 }
+
+# What all pipelines of the family are called with.
+WAN_CALL = {
+    "prompt": "dance monkey",
+    "negative_prompt": "negative",
+    "height": 16,
+    "width": 16,
+    "num_inference_steps": 2,
+    "guidance_scale": 6.0,
+    "max_sequence_length": 16,
+    "output_type": "np",
+}
+
+
+def wan_components() -> dict[str, Any]:
+    """What the pipelines of the family have beside the DiT."""
+    return {
+        "tokenizer": t5_tokenizer(),
+        "text_encoder": text_encoders.umt5_encoder(),
+        "vae": vaes.wan_vae(),
+        "scheduler": unipc_scheduler(),
+    }
 
 
 def wan_arguments(channels: int = 16, frames: int = 2, size: int = 4) -> dict[str, Any]:
@@ -36,19 +62,21 @@ def wan() -> tuple[Any, Arguments]:
     return wan_transformer(), wan_arguments
 
 
-@transformer("WanVACETransformer3DModel")
-def wan_vace() -> tuple[Any, Arguments]:
+def vace_transformer(seed: int = 30) -> Any:
     from diffusers import WanVACETransformer3DModel
 
-    model = build(WanVACETransformer3DModel, 30, **WAN, vace_layers=[0, 1, 3], vace_in_channels=96)
-    return model, lambda: {**wan_arguments(), "control_hidden_states": normal(1, 96, 2, 4, 4, seed=2)}
+    return build(WanVACETransformer3DModel, seed, **WAN, vace_layers=[0, 1, 3], vace_in_channels=96)
 
 
-@transformer("WanAnimateTransformer3DModel")
-def wan_animate() -> tuple[Any, Arguments]:
+@transformer("WanVACETransformer3DModel")
+def wan_vace() -> tuple[Any, Arguments]:
+    return vace_transformer(), lambda: {**wan_arguments(), "control_hidden_states": normal(1, 96, 2, 4, 4, seed=2)}
+
+
+def animate_transformer() -> Any:
     from diffusers import WanAnimateTransformer3DModel
 
-    model = build(
+    return build(
         WanAnimateTransformer3DModel,
         31,
         **WAN,
@@ -64,6 +92,9 @@ def wan_animate() -> tuple[Any, Arguments]:
         inject_face_latents_blocks=2,
     )
 
+
+@transformer("WanAnimateTransformer3DModel")
+def wan_animate() -> tuple[Any, Arguments]:
     def call() -> dict[str, Any]:
         return {
             **wan_arguments(channels=36, frames=3),
@@ -73,7 +104,7 @@ def wan_animate() -> tuple[Any, Arguments]:
             "face_pixel_values": normal(1, 3, 5, 16, 16, seed=4),
         }
 
-    return model, call
+    return animate_transformer(), call
 
 
 @transformer("WanAnimate2Transformer3DModel")
@@ -107,3 +138,51 @@ def wan_animate_2() -> tuple[Any, Arguments]:
         }
 
     return model, call
+
+
+@pipeline("WanPipeline")
+def wan_pipeline() -> tuple[Any, Arguments]:
+    return build_wan()
+
+
+@pipeline("WanImageToVideoPipeline")
+def wan_image_to_video_pipeline() -> tuple[Any, Arguments]:
+    return build_wan_i2v()
+
+
+@pipeline("WanVACEPipeline")
+def wan_vace_pipeline() -> tuple[Any, Arguments]:
+    from diffusers import WanVACEPipeline
+
+    pipe = assemble(
+        WanVACEPipeline,
+        wan_components(),
+        transformer=vace_transformer(),
+        transformer_2=vace_transformer(33),
+        boundary_ratio=0.875,
+    )
+    return pipe, arguments(**WAN_CALL, video=clip(5), mask=clip(5), reference_images=[picture(16, 16)], num_frames=5)
+
+
+@pipeline("WanVideoToVideoPipeline")
+def wan_video_to_video_pipeline() -> tuple[Any, Arguments]:
+    from diffusers import WanVideoToVideoPipeline
+
+    pipe = assemble(WanVideoToVideoPipeline, wan_components(), transformer=wan_transformer())
+    return pipe, arguments(**WAN_CALL, video=clip(5))
+
+
+@pipeline("WanAnimatePipeline")
+def wan_animate_pipeline() -> tuple[Any, Arguments]:
+    from diffusers import WanAnimatePipeline
+
+    image_encoder, image_processor = text_encoders.clip_vision(16)
+    pipe = assemble(
+        WanAnimatePipeline,
+        wan_components(),
+        image_encoder=image_encoder,
+        image_processor=image_processor,
+        transformer=animate_transformer(),
+    )
+    call = {**WAN_CALL, "max_sequence_length": 512, "segment_frame_length": 5}
+    return pipe, arguments(**call, image=picture(16, 16), pose_video=clip(5), face_video=clip(5))

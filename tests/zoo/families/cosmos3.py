@@ -1,0 +1,36 @@
+"""Cosmos 3: one stack that reads the tokens of the text and denoises."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.tiny.transformers import cosmos3_omni_transformer
+from tests.zoo.building import normal
+from tests.zoo.registry import Arguments, transformer
+
+
+@transformer("Cosmos3OmniTransformer")
+def cosmos3() -> tuple[Any, Arguments]:
+    """Three tokens of text, then a frame of 2 x 2 patches."""
+
+    def call() -> dict[str, Any]:
+        vision = torch.arange(3, 7)
+        positions = torch.arange(7).expand(3, 7).clone()
+        positions[1, vision], positions[2, vision] = torch.tensor([3, 3, 4, 4]), torch.tensor([3, 4, 3, 4])
+        return {
+            "input_ids": torch.tensor([65, 66, 67]),
+            "text_indexes": torch.arange(3),
+            "position_ids": positions,
+            "und_len": 3,
+            "sequence_length": 7,
+            "vision_tokens": [normal(1, 16, 1, 4, 4)],
+            "vision_token_shapes": [(1, 2, 2)],
+            "vision_sequence_indexes": vision,
+            "vision_mse_loss_indexes": vision,
+            "vision_timesteps": torch.full((4,), 500.0),
+            "vision_noisy_frame_indexes": [torch.tensor([0])],
+        }
+
+    return cosmos3_omni_transformer(), call

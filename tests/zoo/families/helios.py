@@ -1,0 +1,46 @@
+"""Helios: long videos in chunks that see a history at three scales."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.zoo.building import build, normal
+from tests.zoo.registry import Arguments, transformer
+
+
+def helios_transformer() -> Any:
+    from diffusers import HeliosTransformer3DModel
+
+    return build(
+        HeliosTransformer3DModel,
+        90,
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=16,
+        out_channels=16,
+        text_dim=32,
+        ffn_dim=32,
+        num_layers=4,
+        rope_dim=(4, 4, 4),
+    )
+
+
+@transformer("HeliosTransformer3DModel")
+def helios() -> tuple[Any, Arguments]:
+    def call() -> dict[str, Any]:
+        return {
+            "hidden_states": normal(1, 16, 2, 8, 8),
+            "timestep": torch.tensor([500]),
+            "encoder_hidden_states": normal(1, 16, 32, seed=1),
+            "indices_hidden_states": torch.tensor([[6.0, 7.0]]),
+            "indices_latents_history_short": torch.tensor([[5.0]]),
+            "indices_latents_history_mid": torch.tensor([[4.0]]),
+            "indices_latents_history_long": torch.arange(4.0)[None],
+            "latents_history_short": normal(1, 16, 1, 8, 8, seed=2),
+            "latents_history_mid": normal(1, 16, 1, 8, 8, seed=3),
+            "latents_history_long": normal(1, 16, 4, 8, 8, seed=4),
+        }
+
+    return helios_transformer(), call
