@@ -80,8 +80,8 @@ class OffloadConfig:
     """A validated request. `components` is None for configurations from the legacy flags: they select nothing, and what
     can't be done for a pipeline is warned about and skipped; with a selection it raises. `choices` has a choice per
     component instead, by selector ("dit", "text_encoder", "image_encoder", "vae") or path: "layer", "module" or
-    "resident"; a path goes before a selector. `is_default`: the selection is the mode's own, so what a pipeline lacks of
-    it isn't missed.
+    "resident"; a path goes before a selector. `is_default`: the selection is the mode's own, so what a pipeline lacks
+    of it isn't missed.
 
     `pin_memory`: pin all streamed weights, none, or at most that many bytes. `slots`: device buffers, each as large as
     the largest streamed block. `group_size`: ranks that share weights; the other multi-rank facts are what they are

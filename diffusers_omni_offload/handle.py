@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from diffusers_omni_offload.backends.layerwise import Counters, LayerwiseBackend
+from diffusers_omni_offload.backends import Counters, PlanBackend
 from diffusers_omni_offload.config import OffloadConfig
 from diffusers_omni_offload.hooks import COMPONENT_HOOK, owned_hook
 from diffusers_omni_offload.topology.discovery import iterate_modules
@@ -48,17 +48,17 @@ class OffloadHandle:
         pipeline: Any,
         config: OffloadConfig,
         plan: ResolvedPlan,
-        backend: LayerwiseBackend,
+        backend: PlanBackend,
         disable: Callable[[Any], None],
     ) -> None:
         self.config = config
         self.plan = plan
-        self._backend: LayerwiseBackend | None = backend
+        self._backend: PlanBackend | None = backend
         self._last_counters = Counters()
         self._pipeline = weakref.ref(pipeline, self._let_go)
         self._disable = disable
         self._modules = dict(iterate_modules(pipeline))
-        self._streamed = {stack.component for stack in plan.stacks}
+        self._offloaded = {*(stack.component for stack in plan.stacks), *plan.swapped}
 
     def is_enabled(self) -> bool:
         """Whether the pipeline is offloaded through this handle."""
@@ -93,7 +93,7 @@ class OffloadHandle:
             yield
 
     @property
-    def backend(self) -> LayerwiseBackend:
+    def backend(self) -> PlanBackend:
         """The strategy at work.
 
         Raises:
@@ -114,13 +114,18 @@ class OffloadHandle:
         return self._counters.demand_loads
 
     @property
+    def swaps(self) -> int:
+        """Copies of whole components to the device so far."""
+        return self._counters.swaps
+
+    @property
     def bytes_moved(self) -> int:
-        """Bytes of `loads`."""
+        """Bytes of `loads` and `swaps`."""
         return self._counters.bytes_moved
 
     @property
     def device_bytes(self) -> int:
-        """Device bytes that the slots take now."""
+        """Device bytes that slots and swapped components take now."""
         return self._counters.device_bytes
 
     @property
@@ -163,10 +168,10 @@ class OffloadHandle:
             before, now = self._modules.get(path), current.get(path)
             if before is now and now is not None and owned_hook(now, COMPONENT_HOOK) is not None:
                 continue
-            if any(path == name or name.startswith(f"{path}.") for name in self._streamed):
+            if any(path == name or name.startswith(f"{path}.") for name in self._offloaded):
                 raise RuntimeError(
-                    f"{path} is streamed and was replaced since offload was enabled. Call disable_omni_offload() and "
-                    "enable_omni_offload() again, so that the new module's blocks are packed."
+                    f"{path} is offloaded and was replaced since offload was enabled. Call disable_omni_offload() and "
+                    "enable_omni_offload() again, so that the new module's weights are packed."
                 )
             if now is not None and owned_hook(now, COMPONENT_HOOK) is None:
                 with ExitStack() as undo:

@@ -13,6 +13,7 @@ from torch import nn
 
 BLOCK_HOOK = "omni_offload_block"
 COMPONENT_HOOK = "omni_offload_component"
+ENTRY_HOOK = "omni_offload_entry"
 
 #: Names under which diffusers registers hooks that move weights.
 _FOREIGN_HOOKS = ("group_offloading", "lazy_prefetch_group_offloading")
@@ -80,6 +81,27 @@ class ComponentHook(_OwnedHook):
         args = move_to_device(args, self._device)
         kwargs = move_to_device(kwargs, self._device)
         return run(self.path, inner, args, kwargs)
+
+
+class EntryHook(_OwnedHook):
+    """Runs the forward of a part of a component through `run(forward, args, kwargs)`, if it is called from outside.
+
+    Args:
+        path: the part's path.
+        device: the execution device.
+        run: brings the whole component to the device for the forward.
+        is_inside: whether the component is running, so that the call comes from within.
+    """
+
+    def __init__(self, path: str, device: torch.device, run: Callable[..., Any], is_inside: Callable[[], bool]) -> None:
+        super().__init__(path)
+        self._device, self._run, self._is_inside = device, run, is_inside
+
+    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        run, inner = self._run, cast(Callable[..., Any], self.fn_ref.original_forward)
+        if run is None or self._is_inside():
+            return inner(*args, **kwargs)
+        return run(inner, move_to_device(args, self._device), move_to_device(kwargs, self._device))
 
 
 class ExecutionDeviceHook:
@@ -166,7 +188,7 @@ def _rebuild(value: Mapping[str, Any], items: dict[str, Any]) -> Any:
         return type(value)(**items)
 
 
-def install_innermost(module: nn.Module, hook: BlockHook | ComponentHook, name: str) -> None:
+def install_innermost(module: nn.Module, hook: BlockHook | ComponentHook | EntryHook, name: str) -> None:
     """Register `hook` so that it runs inside every other hook of `module`, registered before or after.
 
     A cache's hook that answers without running the block then skips our hook with it, and the block's transfer.

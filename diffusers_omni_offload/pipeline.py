@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from diffusers_omni_offload.backends import LayerwiseBackend, get_offload_backend, preflight
+from diffusers_omni_offload.backends import PlanBackend, get_offload_backend, preflight
 from diffusers_omni_offload.composition import composed_class, stock_class
 from diffusers_omni_offload.config import OffloadConfig
 from diffusers_omni_offload.handle import HANDLE_ATTRIBUTE, OffloadHandle, omni_offload
@@ -18,10 +18,10 @@ from diffusers_omni_offload.platform import platform_for, resolve_device
 from diffusers_omni_offload.registry import adapter_for
 from diffusers_omni_offload.siblings import (
     disable_orphans,
+    offloading_owner,
     owners,
     register,
     require_same,
-    streaming_owner,
     users,
 )
 from diffusers_omni_offload.topology.discovery import iterate_modules
@@ -31,9 +31,9 @@ from diffusers_omni_offload.topology.resolver import resolve_offload_plan
 
 def enable_omni_offload(
     pipe: Any,
-    mode: str = "layer",
+    mode: str | None = None,
     *,
-    components: Sequence[str] | None = None,
+    components: Sequence[str] | Mapping[str, str] | None = None,
     layer_options: Mapping[str, Mapping[str, Any]] | None = None,
     pin_memory: bool | int = True,
     device: torch.device | str | int | None = None,
@@ -46,9 +46,11 @@ def enable_omni_offload(
 
     Args:
         pipe: a diffusers pipeline, on the CPU or on the device already.
-        mode: "layer" streams blocks through a few device buffers.
-        components: what is streamed: "dit", "text_encoder", "image_encoder". None means ["dit"]. The rest lives on the
-            device.
+        mode: "layer" (the default) streams blocks through a few device buffers; "module" swaps whole components, so
+            that encoders and DiTs take turns on the device.
+        components: what is offloaded: "dit", "text_encoder", "image_encoder". None means ["dit"] in layer mode and all
+            of them in module mode. The rest lives on the device. Or a choice for each, by one of these names, "vae" or
+            the component's path: `{"dit": "layer", "text_encoder": "module", "vae": "resident"}`.
         layer_options: by component, `{"dit": {"resident_layers": 8}}` keeps 8 blocks of each DiT on the device.
         pin_memory: True page-locks the streamed weights as far as host memory allows, an int is a budget in bytes.
         device: where to run; None takes the current accelerator. "cpu" has to be asked for.
@@ -91,7 +93,7 @@ def enable_from_config(
     plan = _resolve(pipe, config)
     own = None if handle is None else handle.backend
     disable_orphans((module for _, module in iterate_modules(pipe)), besides=own)
-    other = streaming_owner(plan, besides=own)
+    other = offloading_owner(plan, besides=own)
     if other is None and own is not None and users(own, besides=handle):
         other = own
     if other is not None:
@@ -140,7 +142,7 @@ def _resolve(pipe: Any, config: OffloadConfig) -> ResolvedPlan:
     if plan.skip_reason is not None:
         raise ValueError(f"Nothing of this {cls.__name__} can be streamed: {plan.skip_reason}")
     wanted_residents = any(options.resident_layers for options in config.layer_options.values())
-    if not any(stack.streamed for stack in plan.stacks) and not (plan.stacks and wanted_residents):
+    if not plan.swapped and not any(stack.streamed for stack in plan.stacks) and not (plan.stacks and wanted_residents):
         raise ValueError(
             f"No block of this {cls.__name__} would be streamed. Declare its blocks with an OffloadPlan "
             "(`block_attrs`), or register an adapter for it."
@@ -150,7 +152,7 @@ def _resolve(pipe: Any, config: OffloadConfig) -> ResolvedPlan:
 
 def _enable(pipe: Any, config: OffloadConfig, plan: ResolvedPlan, device: torch.device) -> OffloadHandle:
     backend = get_offload_backend(config, device)
-    if not isinstance(backend, LayerwiseBackend):
+    if not isinstance(backend, PlanBackend):
         raise ValueError(f"The configuration selects no strategy that can run on {str(device)!r}.")
     with ExitStack() as undo:
         backend.install(plan, undo)
@@ -159,7 +161,7 @@ def _enable(pipe: Any, config: OffloadConfig, plan: ResolvedPlan, device: torch.
     return handle
 
 
-def _join(pipe: Any, config: OffloadConfig, plan: ResolvedPlan, backend: LayerwiseBackend) -> OffloadHandle:
+def _join(pipe: Any, config: OffloadConfig, plan: ResolvedPlan, backend: PlanBackend) -> OffloadHandle:
     """Let the pipeline use the backend of another one that shares its components."""
     with backend.scope.exclusive("changed"), ExitStack() as undo:
         handle = _attach(pipe, config, plan, backend, undo)
@@ -228,7 +230,7 @@ def _what_fits(pipe: Any, config: OffloadConfig, device: torch.device, available
 
 
 def _attach(
-    pipe: Any, config: OffloadConfig, plan: ResolvedPlan, backend: LayerwiseBackend, undo: ExitStack
+    pipe: Any, config: OffloadConfig, plan: ResolvedPlan, backend: PlanBackend, undo: ExitStack
 ) -> OffloadHandle:
     """Give the pipeline its handle and its composed class; `undo` gets the way back first."""
     composed = composed_class(type(pipe))  # type: ignore[arg-type]

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from diffusers_omni_offload import hooks
-from diffusers_omni_offload.backends import LayerwiseBackend
+from diffusers_omni_offload.backends import PlanBackend
 from diffusers_omni_offload.config import OffloadConfig
 from diffusers_omni_offload.handle import OffloadHandle
 from diffusers_omni_offload.topology.plan import ResolvedPlan
 
-_handles: weakref.WeakKeyDictionary[LayerwiseBackend, weakref.WeakSet[OffloadHandle]] = weakref.WeakKeyDictionary()
+_handles: weakref.WeakKeyDictionary[PlanBackend, weakref.WeakSet[OffloadHandle]] = weakref.WeakKeyDictionary()
 
 
 def register(handle: OffloadHandle) -> None:
@@ -22,18 +22,18 @@ def register(handle: OffloadHandle) -> None:
     _handles.setdefault(handle.backend, weakref.WeakSet()).add(handle)
 
 
-def users(backend: LayerwiseBackend, besides: OffloadHandle | None = None) -> list[OffloadHandle]:
+def users(backend: PlanBackend, besides: OffloadHandle | None = None) -> list[OffloadHandle]:
     """The handles of the pipelines that are offloaded through `backend`, without `besides`."""
     return [handle for handle in _handles.get(backend, ()) if handle is not besides and handle.is_enabled()]
 
 
-def owners(modules: Iterable[nn.Module], besides: LayerwiseBackend | None = None) -> set[LayerwiseBackend]:
+def owners(modules: Iterable[nn.Module], besides: PlanBackend | None = None) -> set[PlanBackend]:
     """The backends that offload any of these components, without `besides`."""
     found = (hooks.owned_hook(module, hooks.COMPONENT_HOOK) for module in modules)
     return {hook.owner for hook in found if hook is not None and hook.owner is not besides}
 
 
-def disable_orphans(modules: Iterable[nn.Module], besides: LayerwiseBackend | None = None) -> bool:
+def disable_orphans(modules: Iterable[nn.Module], besides: PlanBackend | None = None) -> bool:
     """Disable backends of these components that no pipeline is left to disable. Whether there were any."""
     orphans = [backend for backend in owners(modules, besides) if not users(backend)]
     for backend in orphans:
@@ -41,24 +41,30 @@ def disable_orphans(modules: Iterable[nn.Module], besides: LayerwiseBackend | No
     return bool(orphans)
 
 
-def streaming_owner(plan: ResolvedPlan, besides: LayerwiseBackend | None = None) -> LayerwiseBackend | None:
-    """The backend, of another pipeline, that offloads a component whose blocks `plan` wants; None if there is none."""
-    found = owners((plan.component(stack.component).module for stack in plan.stacks), besides)
+def offloading_owner(plan: ResolvedPlan, besides: PlanBackend | None = None) -> PlanBackend | None:
+    """The backend, of another pipeline, that looks after a component which `plan` streams or swaps; None if there is
+    none."""
+    paths = (*(stack.component for stack in plan.stacks), *plan.swapped)
+    found = owners((plan.component(path).module for path in paths), besides)
     return next(iter(found), None)
 
 
-def require_same(backend: LayerwiseBackend, config: OffloadConfig, device: torch.device, plan: ResolvedPlan) -> None:
+def require_same(backend: PlanBackend, config: OffloadConfig, device: torch.device, plan: ResolvedPlan) -> None:
     """Refuse to use another pipeline's backend for something else than it does.
 
     Raises:
         ValueError: the options differ, or the plan has blocks that the backend doesn't.
     """
-    held = {id(block) for stack in (backend.plan.stacks if backend.plan else ()) for block in stack.blocks}
-    wanted = {id(block) for stack in plan.stacks for block in stack.blocks}
-    if backend.config != config or backend.device != device or not wanted <= held:
-        names = ", ".join(stack.component for stack in plan.stacks)
+    held = set() if backend.plan is None else _offloaded(backend.plan)
+    if backend.config != config or backend.device != device or not _offloaded(plan) <= held:
+        names = ", ".join((*(stack.component for stack in plan.stacks), *plan.swapped))
         raise ValueError(
             f"{names}: another pipeline that shares these components has offloaded them already, with other options "
             "or other components. This pipeline runs as it is; to enable it too, use the same options, or call "
             "disable_omni_offload() on the other one first."
         )
+
+
+def _offloaded(plan: ResolvedPlan) -> set[nn.Module]:
+    blocks = {block for stack in plan.stacks for block in stack.blocks}
+    return blocks | {plan.component(path).module for path in plan.swapped}

@@ -376,7 +376,6 @@ def test_wrong_arguments_name_what_is_allowed(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"mode": "module"}, "model-level.*mode='layer'"),
         ({"layer_options": {"dit": {"weight_transfer": "allgather"}}}, "allgather.*distributed-layerwise.*rank-local"),
         ({"layer_options": {"dit": {"source": "checkpoint"}}}, "checkpoint.*layerwise.*memory"),
     ],
@@ -393,7 +392,7 @@ def test_wrong_arguments_leave_an_offloaded_pipeline_offloaded(device: torch.dev
     reference = resident_output(full_toy, device)
     pipe, call = full_toy()
     handle = pipe.enable_omni_offload("layer")
-    for arguments in ({"components": ["unet"]}, {"layer_options": {"dit": {"resident_layers": 3}}}, {"mode": "module"}):
+    for arguments in ({"components": ["unet"]}, {"layer_options": {"dit": {"resident_layers": 3}}}, {"mode": "whole"}):
         with pytest.raises((ValueError, NotImplementedError)):
             pipe.enable_omni_offload(**arguments)
         assert pipe.omni_offload is handle and handle.is_enabled()
@@ -442,7 +441,7 @@ def test_too_little_memory_names_the_sizes_and_a_call_that_fits(device: torch.de
         pipe.enable_omni_offload("layer")
     message = str(caught.value)
     assert "components=['dit', 'text_encoder']" in message
-    assert all(part in message for part in ("for what isn't streamed", "for resident blocks", "for slots")), message
+    assert all(part in message for part in ("for what isn't offloaded", "for resident blocks", "for slots")), message
     before.assert_same(State.of(pipe))
     assert torch.accelerator.memory_allocated() == held
     pipe.enable_omni_offload("layer", components=["dit", "text_encoder"])

@@ -201,5 +201,5 @@ def test_a_block_that_keeps_a_view_of_its_weights_is_refused_by_name(device: tor
 
     block.forward = forward
     pipe.enable_omni_offload("layer")
-    with pytest.raises(RuntimeError, match=r"blocks\.1\.kept keeps a view of the block's own weights"):
+    with pytest.raises(RuntimeError, match=r"blocks\.1\.kept keeps a view of its own weights"):
         tiny.run(pipe, call)

@@ -18,8 +18,12 @@ import torch
 
 import diffusers_omni_offload
 from diffusers_omni_offload.platform import Platform
+from diffusers_omni_offload.streaming.stages import PackedStage, Stages
 from diffusers_omni_offload.streaming.stalls import StallMeter
 from diffusers_omni_offload.streaming.streamer import Streamer
+from diffusers_omni_offload.weights.leaves import find_leaves
+from diffusers_omni_offload.weights.master import Master
+from diffusers_omni_offload.weights.pinning import PinnedBudget
 from tests import simdevice, tiny, waits
 from tests.waits import Site
 
@@ -204,6 +208,24 @@ def _log_lines() -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
+def a_stage_is_given_up_before_it_was_entered() -> None:
+    """It was announced, so its copy may be under way still when its memory goes to somebody else."""
+    simdevice.configure(**TRANSFER_BOUND)
+    platform = Platform(torch.device("sim", 0))
+    streamer = Streamer(platform, 2)
+    stages = Stages(streamer)
+    module = torch.nn.Linear(256, 256)
+    master = Master(lambda: find_leaves(module, "encoder"), [module], "encoder", platform, PinnedBudget(True))
+    master.pack()
+    stage = PackedStage("encoder", "encoder", master, streamer)
+    stages.add(module, stage)
+    stages.announce(stage)
+    stages.give_up_all()
+    torch.zeros(master.nbytes, dtype=torch.uint8, device=platform.device)
+    streamer.settle()
+    assert simdevice.hazards() == [], f"simdevice: {simdevice.hazards()}"
+
+
 def times_are_read_when_they_are_there() -> None:
     """CUDA refuses the time between events that haven't happened yet; the simulated device's events are made to."""
     simdevice.configure(**COMPUTE_BOUND)
@@ -249,8 +271,14 @@ SCENARIOS: dict[Site, Callable[[], None]] = {
     ): the_verdict_follows_the_rates,
     Site(STREAMER, "Streamer.settle", 0, "self._copies.synchronize()"): weights_are_edited_after_a_call,
     Site(
-        STREAMER, "Streamer.settle", 1, "slot.buffer.record_stream(stream)"
+        "diffusers_omni_offload/streaming/slots.py", "Slot.tell_allocator", 0, "self.buffer.record_stream(stream)"
     ): slots_are_given_back_after_a_call_on_another_stream,
+    Site(
+        "diffusers_omni_offload/streaming/stages.py",
+        "Stages.announce",
+        0,
+        "self._streamer.platform.current_stream().wait_event(stage.slot.ready)",
+    ): a_stage_is_given_up_before_it_was_entered,
     Site(STREAMER, "Streamer.enter", 0, "stream.wait_event(slot.ready)"): transfer_is_slow,
     Site(
         STREAMER, "Streamer.bind_apart", 0, "self.platform.current_stream().wait_event(slot.ready)"

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import torch
 
-from diffusers_omni_offload.backends.base import OffloadBackend
+from diffusers_omni_offload.backends.base import Counters, OffloadBackend
 from diffusers_omni_offload.backends.distributed import DistributedLayerwiseBackend
 from diffusers_omni_offload.backends.layerwise import LayerwiseBackend
+from diffusers_omni_offload.backends.model_level import ModelLevelBackend
+from diffusers_omni_offload.backends.plan_backend import PlanBackend
 from diffusers_omni_offload.config import OffloadConfig, OffloadStrategy
 from diffusers_omni_offload.messages import logger
 from diffusers_omni_offload.platform import is_supported, resolve_device
 
-__all__ = ["DistributedLayerwiseBackend", "LayerwiseBackend", "OffloadBackend", "get_offload_backend"]
+__all__ = [
+    "Counters",
+    "DistributedLayerwiseBackend",
+    "LayerwiseBackend",
+    "ModelLevelBackend",
+    "OffloadBackend",
+    "PlanBackend",
+    "get_offload_backend",
+]
 
-_BACKENDS: dict[OffloadStrategy, type[LayerwiseBackend]] = {
+_BACKENDS: dict[OffloadStrategy, type[PlanBackend]] = {
+    OffloadStrategy.MODEL_LEVEL: ModelLevelBackend,
     OffloadStrategy.LAYERWISE: LayerwiseBackend,
     OffloadStrategy.DISTRIBUTED_LAYERWISE: DistributedLayerwiseBackend,
 }

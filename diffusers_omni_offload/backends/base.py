@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from diffusers_omni_offload.config import OffloadConfig
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Copies of blocks into slots, those a forward had to wait for, copies of whole components, and the bytes of all of
+    them; device bytes and page-locked bytes held."""
+
+    loads: int = 0
+    demand_loads: int = 0
+    swaps: int = 0
+    bytes_moved: int = 0
+    device_bytes: int = 0
+    pinned_bytes: int = 0
 
 
 class OffloadBackend(ABC):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from diffusers_omni_offload import hooks
+from diffusers_omni_offload.backends.entry_points import EntryPoints
 from diffusers_omni_offload.backends.mediation import Mediation
 
 
@@ -19,6 +20,7 @@ class _Component:
     path: str
     module: nn.Module
     mediation: Mediation
+    entries: EntryPoints | None
 
 
 class ManagedComponents:
@@ -40,7 +42,14 @@ class ManagedComponents:
     def __iter__(self) -> Iterator[tuple[str, nn.Module]]:
         return ((component.path, component.module) for component in self._components.values())
 
-    def attach(self, path: str, module: nn.Module, undo: ExitStack, before: Callable[[], None] | None = None) -> None:
+    def attach(
+        self,
+        path: str,
+        module: nn.Module,
+        undo: ExitStack,
+        before: Callable[[], None] | None = None,
+        entries: EntryPoints | None = None,
+    ) -> None:
         """Take a component in; `undo` gets the way back first.
 
         Args:
@@ -48,13 +57,16 @@ class ManagedComponents:
             module: its root module.
             undo: where the undoing goes.
             before: called when an entry point other than `forward` announces itself, as `vae.decode` does.
+            entries: the ways into a component that isn't on the device all the time.
         """
-        component = _Component(path, module, Mediation(module, path, self._device))
+        component = _Component(path, module, Mediation(module, path, self._device), entries)
         undo.callback(self._components.pop, id(module), None)
         undo.callback(_take_apart, component)
         hook = hooks.ComponentHook(path, self._device, self._run)
         hook.owner = self._owner
         hooks.install_innermost(module, hook, hooks.COMPONENT_HOOK)
+        if entries is not None:
+            entries.install()
         hooks.ExecutionDeviceHook.attach(module, path, self._device, before or _nothing)
         component.mediation.install()
         self._components[id(module)] = component
@@ -100,6 +112,8 @@ def foreign_message(path: str, owner: str) -> str:
 
 def _take_apart(component: _Component) -> None:
     component.mediation.remove()
+    if component.entries is not None:
+        component.entries.remove()
     hooks.ExecutionDeviceHook.detach(component.module)
     hooks.remove_owned(component.module, hooks.COMPONENT_HOOK)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from diffusers_omni_offload.backends.layerwise import LayerwiseBackend
+from diffusers_omni_offload.backends.plan_backend import PlanBackend
 
 
-class DistributedLayerwiseBackend(LayerwiseBackend):
+class DistributedLayerwiseBackend(PlanBackend):
     """Layerwise offload with resident blocks: whole blocks per rank, streamed from the rank's own host memory."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from diffusers_omni_offload import hooks
+from diffusers_omni_offload.backends.masters import Unit, units_of
 from diffusers_omni_offload.backends.residency import require_placeable
 from diffusers_omni_offload.backends.sharing import shared_leaves
 from diffusers_omni_offload.platform import Platform
+from diffusers_omni_offload.streaming.stages import largest_together
 from diffusers_omni_offload.topology.plan import ResolvedPlan, format_bytes
 from diffusers_omni_offload.weights.leaves import Layout, Leaf, distinct_leaves, find_leaves, require_plain
 
@@ -24,35 +26,40 @@ class DeviceNeed:
         state: non-block state and components that aren't streamed, as far as they aren't on the device.
         residents: resident blocks, likewise.
         slots: the slots, and the buffer of leaves that several blocks share.
-        freed: streamed blocks that are on the device now and will leave it.
+        swapped: the swapped components that are on the device together, in the moment when that is most.
+        freed: streamed blocks and swapped components that are on the device now and will leave it.
     """
 
     state: int
     residents: int
     slots: int
+    swapped: int
     freed: int
 
     @property
     def total(self) -> int:
         """Bytes that must be free."""
-        return max(0, self.state + self.residents + self.slots - self.freed)
+        return max(0, self.state + self.residents + self.slots + self.swapped - self.freed)
 
     def __str__(self) -> str:
-        parts = (
-            f"{format_bytes(self.state)} for what isn't streamed",
+        parts = [
+            f"{format_bytes(self.state)} for what isn't offloaded",
             f"{format_bytes(self.residents)} for resident blocks",
             f"{format_bytes(self.slots)} for slots",
-        )
+        ]
+        if self.swapped:
+            parts.append(f"{format_bytes(self.swapped)} for swapped components")
         return ", ".join(parts)
 
 
 def device_need(plan: ResolvedPlan, device: torch.device, slots: int) -> DeviceNeed:
     """What `plan` takes on `device` with `slots` slots, from shapes and dtypes."""
-    freed = residents = largest = 0
-    shared = _shared(plan)
+    residents = largest = 0
+    units = units_of(plan)
+    shared = _shared(plan, units)
     counted = {id(leaf.tensor) for leaf in shared}
     apart = Layout([leaf.tensor for leaf in shared]).nbytes
-    freed += sum(leaf.nbytes for leaf in shared if leaf.tensor.device == device)
+    freed = sum(leaf.nbytes for leaf in shared if leaf.tensor.device == device)
     for stack in plan.stacks:
         kept = set(stack.resident)
         for index, block in enumerate(stack.blocks):
@@ -65,24 +72,30 @@ def device_need(plan: ResolvedPlan, device: torch.device, slots: int) -> DeviceN
             else:
                 largest = max(largest, Layout([leaf.tensor for leaf in leaves]).nbytes)
                 freed += on_device
+    roles = {plan.component(path).module: plan.component(path).role for path in plan.swapped}
+    stages: list[tuple[str, int]] = []
+    for unit in units:
+        if unit.module in roles:
+            leaves = unit.leaves(counted)
+            counted.update(id(leaf.tensor) for leaf in leaves)
+            freed += sum(leaf.nbytes for leaf in leaves if leaf.tensor.device == device)
+            stages.append((roles[unit.module], Layout([leaf.tensor for leaf in leaves]).nbytes))
+    for path in plan.on_demand:
+        counted.update(id(leaf.tensor) for leaf in find_leaves(plan.module(path), path))
     state = 0
     for component in plan.components:
         leaves = find_leaves(component.module, "", counted)
         counted.update(id(leaf.tensor) for leaf in leaves)
         state += sum(leaf.nbytes for leaf in leaves if leaf.tensor.device != device)
-    return DeviceNeed(state, residents, slots * largest + apart, freed)
+    return DeviceNeed(state, residents, slots * largest + apart, largest_together(stages), freed)
 
 
-def _shared(plan: ResolvedPlan) -> list[Leaf]:
-    streamed = [block for _, block in plan.streamed_blocks()]
-    inside = {id(module) for block in streamed for module in block.modules()}
+def _shared(plan: ResolvedPlan, units: Sequence[Unit]) -> list[Leaf]:
+    inside = {module for unit in units for module in unit.module.modules()}
     elsewhere = distinct_leaves(
-        ("", module)
-        for component in plan.components
-        for module in component.module.modules()
-        if id(module) not in inside
+        ("", module) for component in plan.components for module in component.module.modules() if module not in inside
     )
-    return shared_leaves([find_leaves(block, "") for block in streamed], elsewhere)
+    return shared_leaves([unit.leaves() for unit in units], elsewhere)
 
 
 def check(
@@ -130,7 +143,7 @@ def require_memory(
 
 
 def require_ready(plan: ResolvedPlan, device: torch.device) -> None:
-    """Refuse a pipeline whose weights belong to somebody else, or can't be streamed or placed.
+    """Refuse a pipeline whose weights belong to somebody else, or can't be offloaded or placed.
 
     Raises:
         RuntimeError: another offload is on, or the pipeline is spread over devices.
@@ -149,23 +162,20 @@ def require_ready(plan: ResolvedPlan, device: torch.device) -> None:
                 f"{component.path} was loaded with a device_map, which places it for good. "
                 "Call pipe.reset_device_map() first, or load the pipeline without device_map."
             )
-    streamed: set[int] = set()
-    for stack in plan.stacks:
-        if not stack.streamed:
-            continue
-        module = plan.component(stack.component).module
-        quantizer = _quantizer(module)
+    for path in (*(stack.component for stack in plan.stacks if stack.streamed), *plan.swapped):
+        quantizer = _quantizer(plan.component(path).module)
         if quantizer is not None:
             raise TypeError(
-                f"{stack.component} is quantized ({quantizer}), and quantized blocks can't be streamed yet. "
+                f"{path} is quantized ({quantizer}), and quantized weights can't be offloaded yet. "
                 "Load it unquantized, or leave it out of `components`."
             )
-        for index in stack.streamed:
-            for leaf in find_leaves(stack.blocks[index], stack.path(index)):
-                require_plain(leaf)
-                streamed.add(id(leaf.tensor))
+    offloaded = {id(leaf.tensor) for path in plan.on_demand for leaf in find_leaves(plan.module(path), path)}
+    for unit in units_of(plan):
+        for leaf in unit.leaves():
+            require_plain(leaf)
+            offloaded.add(id(leaf.tensor))
     for component in plan.components:
-        require_placeable(find_leaves(component.module, component.path, streamed), device)
+        require_placeable(find_leaves(component.module, component.path, offloaded), device)
 
 
 def _quantizer(module: nn.Module) -> str | None:

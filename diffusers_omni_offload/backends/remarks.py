@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from diffusers_omni_offload.messages import logger
+from diffusers_omni_offload.streaming.stages import Stages
 from diffusers_omni_offload.streaming.streamer import Streamer
 from diffusers_omni_offload.topology.plan import ResolvedPlan, format_bytes
 from diffusers_omni_offload.weights.master import Master
@@ -42,14 +43,22 @@ def warn_of_pageable(masters: Sequence[Master], budget: PinnedBudget) -> None:
         )
 
 
-def first_call_summary(masters: Sequence[Master], streamer: Streamer, waited: float) -> str:
+def first_call_summary(masters: Sequence[Master], streamer: Streamer, stages: Stages, waited: float) -> str:
     """One line: how much is pinned, how many loads came too late, and what limits the speed.
 
     Args:
         masters: every master.
         streamer: what was streamed.
+        stages: what was swapped.
         waited: the share of the time that the compute waited for weights.
     """
+    swapped = f"{stages.swaps} swaps of whole components" if stages.swaps else ""
+    if not streamer.loads:
+        held, pinned = (sum(m.nbytes for m in masters if m.is_pinned or not only) for only in (False, True))
+        return (
+            f"{format_bytes(streamer.bytes_moved)} copied to the device in {swapped}; {pinned / held:.0%} of "
+            f"{format_bytes(held)} pinned."
+        )
     streamed = sum(master.nbytes for master in masters)
     pinned = sum(master.nbytes for master in masters if master.is_pinned)
     if not streamer.platform.is_asynchronous:
@@ -61,7 +70,8 @@ def first_call_summary(masters: Sequence[Master], streamer: Streamer, waited: fl
         limit = f"{bound}-bound (the compute waited for weights {waited:.0%} of the time)"
     return (
         f"{format_bytes(streamed)} streamed, {pinned / streamed if streamed else 0:.0%} of it pinned; "
-        f"{streamer.demand_loads} of {streamer.loads} loads on demand; {limit}."
+        f"{streamer.demand_loads} of {streamer.loads} loads on demand; "
+        f"{f'{swapped}; ' if swapped else ''}{limit}."
     )
 
 

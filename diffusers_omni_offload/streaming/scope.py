@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from diffusers_omni_offload.messages import logger
+from diffusers_omni_offload.streaming.stages import Stages
 from diffusers_omni_offload.streaming.streamer import Streamer
 
 #: How long a thread waits for another one's call before it says so, and how often it looks, in seconds.
@@ -14,21 +15,25 @@ _PATIENCE, _GLANCE = 60.0, 1.0
 
 
 class CallScope:
-    """One pipeline call, or one forward of a streamed component outside of any; re-entrant in its thread.
+    """One pipeline call, or one forward of an offloaded component outside of any; re-entrant in its thread.
 
     The outermost `opened` keeps other threads out, runs the audit and forgets every slot's tag; its end leaves nothing
-    bound and no copy in flight. Another thread waits for it, unless the thread that opened the scope has ended. An
-    interrupt (Ctrl-C) at any point leaves a scope that can be opened again.
+    bound, no copy in flight and no swapped component on the device. Another thread waits for it, unless the thread that
+    opened the scope has ended. An interrupt (Ctrl-C) at any point leaves a scope that can be opened again.
 
     Args:
         streamer: what is streamed.
+        stages: what is swapped.
         audit: makes masters and residents agree with the modules, and returns whether they didn't; may raise, and then
             the scope isn't opened.
         after_call: called once a call has ended without an error.
     """
 
-    def __init__(self, streamer: Streamer, audit: Callable[[], bool], after_call: Callable[[], None]) -> None:
-        self._streamer, self._audit, self._after_call = streamer, audit, after_call
+    def __init__(
+        self, streamer: Streamer, stages: Stages, audit: Callable[[], bool], after_call: Callable[[], None]
+    ) -> None:
+        self._streamer, self._stages = streamer, stages
+        self._audit, self._after_call = audit, after_call
         # Not an RLock: a generator may leave the scope on another thread than the one that it entered it on.
         self._lock = threading.Lock()
         self._owner: threading.Thread | None = None
@@ -67,7 +72,8 @@ class CallScope:
             self._distrust_slots()
 
     def _distrust_slots(self) -> None:
-        """Believe no slot that was filled before; a block that grew may need larger ones."""
+        """Believe nothing that was loaded before; a block that grew may need larger slots."""
+        self._stages.give_up_all()
         self._streamer.slots.forget()
         self._streamer.require_slots()
 
@@ -124,6 +130,7 @@ class CallScope:
         self._token = token
         if not self._is_settled:
             self._streamer.settle()
+            self._stages.give_up_all()
         if prepare is not None:
             prepare()
         self._audit()
@@ -133,6 +140,7 @@ class CallScope:
 
     def _end(self, has_failed: bool) -> None:
         self._streamer.end()
+        self._stages.give_up_all()
         self._is_settled = True
         if not has_failed:
             self._after_call()

@@ -55,6 +55,8 @@ class SharedLeaves:
             if self._slot is None:
                 self.require_slot()
             assert self._slot is not None
+            if self._slot.tag is None:
+                self._streamer.load_apart(self.master, self._slot)
             self._streamer.bind_apart(self.master, self._slot)
         self._depth += 1
 

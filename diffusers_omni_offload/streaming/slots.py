@@ -19,10 +19,11 @@ class Slot:
         free: recorded on the compute stream when the last forward that read the buffer is over. A copy into the
             buffer waits for it: this is when a slot may be reused.
         stream: the stream that `free` was last recorded on.
+        other_streams: those that have read the buffer besides the one that it was allocated on.
         users: forwards that are bound to the buffer now.
     """
 
-    __slots__ = ("buffer", "free", "ready", "stream", "tag", "turn", "users")
+    __slots__ = ("buffer", "free", "other_streams", "ready", "stream", "tag", "turn", "users")
 
     def __init__(self, nbytes: int, platform: Platform) -> None:
         with torch.inference_mode(False):
@@ -35,6 +36,13 @@ class Slot:
         # The allocator may hand out memory that earlier work of this stream still uses: the first copy waits for it.
         self.stream: Stream = platform.current_stream()
         self.free.record(self.stream)
+        self.other_streams: list[Stream] = []
+
+    def tell_allocator(self) -> None:
+        """The allocator knows the stream that the buffer was made on; it has to learn which others have read it."""
+        for stream in self.other_streams:
+            self.buffer.record_stream(stream)  # type: ignore[arg-type]
+        self.other_streams.clear()
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is a view of this buffer."""

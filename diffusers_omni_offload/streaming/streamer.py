@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from diffusers_omni_offload.platform import Platform, Stream
+from diffusers_omni_offload.platform import Platform
 from diffusers_omni_offload.streaming.order import Order
 from diffusers_omni_offload.streaming.slots import Slot, SlotPool
 from diffusers_omni_offload.streaming.stalls import StallMeter
 from diffusers_omni_offload.streaming.transport import HostToDevice, Transport
 from diffusers_omni_offload.weights.master import Master
 
-#: The tag of a slot that holds no block but leaves shared by several.
+#: The tag of a slot that holds no block but a master of another kind.
 _APART = -1
 
 
@@ -28,9 +28,9 @@ class Streamer:
         transport: how bytes get into a slot.
 
     Attributes:
-        loads: copies into slots so far.
+        loads: copies of blocks into slots so far.
         demand_loads: those of them that a forward had to wait for from the start.
-        bytes_moved: bytes of those copies.
+        bytes_moved: bytes of all copies to the device.
     """
 
     def __init__(self, platform: Platform, slot_count: int, transport: Transport | None = None) -> None:
@@ -44,7 +44,7 @@ class Streamer:
         self._copies = platform.stream()
         self._residents: set[int] = set()
         self._bound: dict[int, Master] = {}
-        self._other_streams: list[Stream] = []
+        self._bound_apart: dict[Master, Slot] = {}
 
     def add_stack(self, masters: Iterable[Master | None]) -> list[int]:
         """Number the blocks of a stack; None stands for a resident one, which is only noted in the order."""
@@ -83,7 +83,7 @@ class Streamer:
     @property
     def is_running(self) -> bool:
         """Whether a forward has a block bound now."""
-        return bool(self._bound)
+        return bool(self._bound or self._bound_apart)
 
     def begin(self) -> None:
         """A call begins: no slot is believed."""
@@ -100,17 +100,18 @@ class Streamer:
 
     def settle(self) -> None:
         """Wait for every copy, and put back what a forward that was interrupted left bound."""
-        for master in self._bound.values():
+        for master in (*self._bound.values(), *self._bound_apart):
             master.unbind()
         self._bound.clear()
+        for slot in self._bound_apart.values():
+            self._mark_free(slot)
+        self._bound_apart.clear()
         self._copies.synchronize()
         for slot in self.slots.slots:
             if slot.users:
                 self._mark_free(slot)
                 slot.users = 0
-            for stream in self._other_streams:
-                slot.buffer.record_stream(stream)  # type: ignore[arg-type]
-        self._other_streams.clear()
+            slot.tell_allocator()
 
     def enter(self, block: int) -> Slot | None:
         """Bind `block` to its slot for a forward on the current stream, and prefetch what comes next.
@@ -154,26 +155,29 @@ class Streamer:
                 del self._bound[block]
         slot.users -= 1
 
+    def load_apart(self, master: Master, slot: Slot) -> None:
+        """Copy a master that is no block into a slot of its own."""
+        self._load(_APART, master, slot)
+
     def bind_apart(self, master: Master, slot: Slot) -> None:
-        """Bind a master that is no block to a slot of its own, loading it unless the slot is tagged."""
-        if slot.tag is None:
-            self._load(_APART, master, slot)
+        """Bind a master that is no block to a slot of its own, into which it was loaded."""
         self.platform.current_stream().wait_event(slot.ready)
-        self._bound[_APART] = master
+        self._bound_apart[master] = slot
         master.bind(slot.buffer)
 
     def unbind_apart(self, master: Master, slot: Slot) -> None:
         """Undo `bind_apart`."""
-        master.unbind()
-        self._bound.pop(_APART, None)
+        # First, so that an interrupt leaves nothing that `settle` doesn't put right.
         self._mark_free(slot)
+        master.unbind()
+        self._bound_apart.pop(master, None)
 
     def _mark_free(self, slot: Slot) -> None:
         stream = self.platform.current_stream()
         if stream != slot.stream:
             # `free` stands for all readers: the new record has to come after the old one.
             stream.wait_event(slot.free)
-            self._other_streams.append(stream)
+            slot.other_streams.append(stream)
             slot.stream = stream
         slot.free.record(stream)
 
@@ -188,6 +192,7 @@ class Streamer:
                 "by a block that is still running. Enable with a larger `slots=`."
             )
         self._load(block, self.masters[block], slot)
+        self.loads += 1
         self.demand_loads += 1
         return slot
 
@@ -199,6 +204,7 @@ class Streamer:
                 if slot is None:
                     return
                 self._load(expected, self.masters[expected], slot)
+                self.loads += 1
 
     def _load(self, block: int, master: Master | None, slot: Slot) -> None:
         assert master is not None
@@ -209,4 +215,3 @@ class Streamer:
             self.bytes_moved += self._transport.copy(master, slot)
         slot.ready.record(self._copies)
         slot.tag = block
-        self.loads += 1

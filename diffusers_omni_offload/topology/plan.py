@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import nn
@@ -93,9 +93,9 @@ class ResolvedComponent:
 class ResolvedPlan:
     """What a strategy does with a pipeline. `components` holds each module component once, by identity.
 
-    With `skip_reason` set, nothing at all is placed or hooked. `swapped` are the paths of the components that are moved as
-    wholes. `on_demand` are the paths of the components (or of DiT
-    submodules) that load and offload themselves.
+    With `skip_reason` set, nothing at all is placed or hooked. `swapped` are the paths of the components that are moved
+    as wholes, `on_demand` those of the components (or of DiT submodules) that load and offload themselves.
+    `entry_points`: component -> its methods that use its weights.
     """
 
     strategy: OffloadStrategy
@@ -103,6 +103,7 @@ class ResolvedPlan:
     stacks: tuple[BlockStack, ...]
     swapped: tuple[str, ...] = ()
     on_demand: tuple[str, ...] = ()
+    entry_points: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     skip_reason: str | None = None
     notes: tuple[str, ...] = ()
 
@@ -112,6 +113,19 @@ class ResolvedPlan:
             if component.path == path:
                 return component
         raise KeyError(f"No component {path!r} in the plan; it has {', '.join(c.path for c in self.components)}.")
+
+    def module(self, path: str) -> nn.Module:
+        """The module at `path`: a component, or a part of one. KeyError if there is none."""
+        for component in self.components:
+            prefix = f"{component.path}." if component.path else ""
+            if component.path == path:
+                return component.module
+            if path.startswith(prefix):
+                try:
+                    return component.module.get_submodule(path[len(prefix) :])
+                except AttributeError:
+                    continue
+        raise KeyError(f"No module {path!r} in the plan.")
 
     def streamed_blocks(self) -> Iterator[tuple[str, nn.Module]]:
         """(dotted path, block) of every block that is streamed, in the order of the stacks."""

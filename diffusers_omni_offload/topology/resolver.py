@@ -87,6 +87,7 @@ class _Resolver:
             stacks=tuple(self.stacks),
             swapped=swapped,
             on_demand=tuple(self.on_demand),
+            entry_points=self.plan.entry_points,
             skip_reason=skip_reason,
             notes=tuple(self.findings.notes),
         )

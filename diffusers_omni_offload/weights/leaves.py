@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -101,12 +102,13 @@ class Placement:
 
 @dataclass(frozen=True)
 class _Span:
-    """Bytes [start, stop) of a storage that one or more leaves read, and the offset they get when packed."""
+    """Bytes [start, stop) of a storage that the `members`, indices of leaves, read; the offset they get when packed."""
 
     storage: torch.UntypedStorage
     start: int
     stop: int
     offset: int
+    members: list[int]
 
     def bytes(self) -> torch.Tensor:
         device = self.storage.device
@@ -128,25 +130,38 @@ class Layout:
         spans: dict[int, list[_Span]] = {}
         offset = 0
         for storage, start, stop in _merge(extents):
-            spans.setdefault(storage.data_ptr(), []).append(_Span(storage, start, stop, offset))
+            spans.setdefault(storage.data_ptr(), []).append(_Span(storage, start, stop, offset, []))
             offset += -(-(stop - start) // ALIGNMENT) * ALIGNMENT
         self.nbytes = offset
         self._spans = [span for group in spans.values() for span in group]
         stored = sum(1 for _, start, stop in extents if stop > start)
         self.is_disjoint = len(self._spans) == stored
-        self.placements = [
-            Placement(
-                _packed_offset(spans, *found), found[2] - found[1], tensor.dtype, tensor.shape, tuple(tensor.stride())
-            )
-            for tensor, found in zip(tensors, extents, strict=True)
-        ]
+        self.placements: list[Placement] = []
+        for index, (tensor, (storage, start, stop)) in enumerate(zip(tensors, extents, strict=True)):
+            packed = 0
+            if stop > start:
+                group = spans[storage.data_ptr()]
+                # The spans of a storage are sorted and disjoint.
+                span = group[bisect_right(group, start, key=lambda span: span.start) - 1]
+                span.members.append(index)
+                packed = span.offset + start - span.start
+            self.placements.append(Placement(packed, stop - start, tensor.dtype, tensor.shape, tuple(tensor.stride())))
 
-    def copy_to(self, buffer: torch.Tensor) -> None:
-        """Copy every byte into `buffer`, a uint8 tensor of shape (nbytes,), and let the old storages go."""
-        for span in self._spans:
+    def copy_to(self, buffer: torch.Tensor, arrived: Callable[[int], None] | None = None) -> None:
+        """Copy every byte into `buffer`, a uint8 tensor of shape (nbytes,), and let the old storages go one by one.
+
+        Args:
+            buffer: where to.
+            arrived: called with a tensor's index when its bytes are in the buffer.
+        """
+        self._spans.reverse()
+        while self._spans:
+            span = self._spans.pop()
             size = span.stop - span.start
             buffer[span.offset : span.offset + size].copy_(span.bytes())
-        self.forget_sources()
+            if arrived is not None:
+                for index in span.members:
+                    arrived(index)
 
     def forget_sources(self) -> None:
         """Drop the references to the storages that the tensors came from."""
@@ -180,16 +195,6 @@ def _merge(
                 merged.append((start, stop, 1))
         for start, stop, count in merged:
             yield storage, start - start % 16 if count > 1 else start, stop
-
-
-def _packed_offset(spans: dict[int, list[_Span]], storage: torch.UntypedStorage, start: int, stop: int) -> int:
-    if stop == start:
-        return 0
-    return next(
-        span.offset + start - span.start
-        for span in spans[storage.data_ptr()]
-        if span.start <= start and stop <= span.stop
-    )
 
 
 def rebind(tensor: torch.Tensor, make: Callable[[], torch.Tensor]) -> None:

@@ -7,10 +7,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from diffusers_omni_offload.platform import Platform
+from diffusers_omni_offload.platform import Platform, return_freed_host_memory
 from diffusers_omni_offload.weights.leaves import Layout, Leaf, Placement, require_plain
 from diffusers_omni_offload.weights.pinning import HostBuffer, PinnedBudget
 from diffusers_omni_offload.weights.snapshot import Snapshot
+
+#: Freed heap memory goes back to the system whenever so many bytes were packed.
+_TRIM_BYTES = 256 << 20
 
 _Binding = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -182,13 +185,27 @@ class Master:
         if self._buffer is not None:
             # Between calls no copy is under way; the new buffer may need the budget of the old one.
             self._buffer.unpin()
-        buffer = HostBuffer(layout.nbytes, self._platform, self._budget)
-        layout.copy_to(buffer.bytes)
+        # Locking a page makes it real, so the lock comes when the old bytes are gone.
+        buffer = HostBuffer(layout.nbytes, self._platform, self._budget, pin=False)
         binding = [
             (tensor, self._view_in_mode(tensor, buffer.view(p.offset, p.nbytes), p))
             for tensor, p in zip(tensors, layout.placements, strict=True)
         ]
-        # From here on nothing can fail: the leaves change from one complete set of bytes to another.
+        freed = 0
+
+        def arrived(index: int) -> None:
+            # Each leaf changes from one complete set of bytes to another, and lets the old ones go at once: the peak in
+            # host memory is one leaf above the weights.
+            nonlocal freed
+            tensor, view = binding[index]
+            tensor.data = view
+            freed += layout.placements[index].nbytes
+            if freed > _TRIM_BYTES:
+                freed = 0
+                return_freed_host_memory()
+
+        layout.copy_to(buffer.bytes, arrived)
+        buffer.pin()
         self.tensors, self._placements, self._host_binding = tensors, layout.placements, binding
         self._tracked = [tensor for tensor in tensors if not tensor.is_inference()]
         self._paths = {id(leaf.tensor): leaf.path for leaf in leaves}

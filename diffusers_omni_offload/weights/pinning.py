@@ -57,10 +57,17 @@ class HostBuffer:
     """`nbytes` of page-aligned host memory, pinned if possible, as a uint8 tensor `bytes` of shape (nbytes,).
 
     The memory lives as long as any tensor made from it; the page lock lives as long as this object.
+
+    Args:
+        nbytes: size.
+        platform: where the copies go to.
+        budget: what may be page-locked.
+        pin: whether to lock the pages now; `pin()` does it later.
     """
 
-    def __init__(self, nbytes: int, platform: Platform, budget: PinnedBudget) -> None:
+    def __init__(self, nbytes: int, platform: Platform, budget: PinnedBudget, *, pin: bool = True) -> None:
         self.nbytes = nbytes
+        self._platform, self._budget = platform, budget
         self.is_pinned = False
         self._memory: mmap.mmap | torch.Tensor
         self._unpin: weakref.finalize | None = None
@@ -68,8 +75,8 @@ class HostBuffer:
             return
         self._memory = mmap.mmap(-1, max(nbytes, 1))
         self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8, count=max(nbytes, 1))[:nbytes]
-        if platform.registers_host_memory and nbytes:
-            self._register(platform, budget)
+        if pin:
+            self.pin()
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
         """Bytes [offset, offset + nbytes) as a uint8 tensor that has a storage of its own, of just that size.
@@ -83,6 +90,11 @@ class HostBuffer:
             source = self._memory.numpy()
             return torch.frombuffer(source, dtype=torch.uint8, count=nbytes, offset=offset)
         return torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes, offset=offset)
+
+    def pin(self) -> None:
+        """Lock the pages, where the platform and the budget allow it."""
+        if self._platform.registers_host_memory and self.nbytes and not self.is_pinned:
+            self._register(self._platform, self._budget)
 
     def unpin(self) -> None:
         """Release the page lock; the last copy from here has to be over. The memory and its tensors stay."""

@@ -1,0 +1,153 @@
+"""The masters of everything that a plan offloads: made, kept true, and let go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from diffusers.utils import logging as diffusers_logging
+from torch import nn
+
+from diffusers_omni_offload.backends.sharing import shared_leaves
+from diffusers_omni_offload.platform import Platform, return_freed_host_memory
+from diffusers_omni_offload.topology.plan import ResolvedPlan
+from diffusers_omni_offload.weights.leaves import Leaf, distinct_leaves, move_back
+from diffusers_omni_offload.weights.master import Master
+from diffusers_omni_offload.weights.pinning import PinnedBudget
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """A streamed block or a swapped component: `module` without the modules `apart`, which are other units' or move
+    themselves."""
+
+    path: str
+    module: nn.Module
+    apart: frozenset[nn.Module] = frozenset()
+
+    def leaves(self, exclude: AbstractSet[int] = frozenset()) -> list[Leaf]:
+        """Its parameters and buffers, each once, without those whose `id` is in `exclude`."""
+        modules = self.module.named_modules(prefix=self.path)
+        return distinct_leaves(((path, module) for path, module in modules if module not in self.apart), exclude)
+
+
+def units_of(plan: ResolvedPlan) -> list[Unit]:
+    """Everything that a plan streams or swaps; DiTs first, since what is needed at every step gets what may be
+    pinned."""
+    blocks = [(stack.kind, stack.path(index), stack.blocks[index]) for stack in plan.stacks for index in stack.streamed]
+    swapped = [plan.component(path) for path in plan.swapped]
+    inner = [block for _, _, block in blocks] + [plan.module(path) for path in plan.on_demand]
+    found: list[tuple[str, Unit]] = [(kind, Unit(path, block)) for kind, path, block in blocks]
+    for component in swapped:
+        own = set(component.module.modules())
+        apart = frozenset(module for outer in inner if outer in own for module in outer.modules())
+        found.append((component.role, Unit(component.path, component.module, apart)))
+    return [unit for _, unit in sorted(found, key=lambda item: item[0] != "dit")]
+
+
+class Masters:
+    """One master for each streamed block and swapped component, and one for the leaves that several of them hold.
+
+    Args:
+        platform: where the copies go to.
+        budget: what may be page-locked.
+
+    Attributes:
+        shared: the master of leaves that several owners hold, or None.
+    """
+
+    def __init__(self, platform: Platform, budget: PinnedBudget) -> None:
+        self.shared: Master | None = None
+        self._platform, self._budget = platform, budget
+        self._units: dict[nn.Module, tuple[Unit, Master]] = {}
+        self._elsewhere: Callable[[], list[Leaf]] = list
+        self._shared_ids: set[int] = set()
+
+    def __iter__(self) -> Iterator[Master]:
+        for _, master in self._units.values():
+            yield master
+        if self.shared is not None:
+            yield self.shared
+
+    def of(self, module: nn.Module) -> Master | None:
+        """The master of a block or a component; None if it isn't offloaded."""
+        found = self._units.get(module)
+        return None if found is None else found[1]
+
+    def pack(self, units: Sequence[Unit], elsewhere: Callable[[], list[Leaf]], undo: ExitStack) -> None:
+        """Make a master for each unit.
+
+        Args:
+            units: what is offloaded, in the order in which it gets what may be pinned.
+            elsewhere: returns the leaves that aren't offloaded, as they are now.
+            undo: gets the way back of every step first.
+        """
+        self._elsewhere = elsewhere
+        shared = shared_leaves([unit.leaves() for unit in units], elsewhere())
+        self._shared_ids.update(id(leaf.tensor) for leaf in shared)
+        with _progress(len(units)) as advance:
+            for unit in units:
+                find = partial(unit.leaves, self._shared_ids)
+                master = Master(find, [unit.module], unit.path, self._platform, self._budget)
+                self._units[unit.module] = (unit, master)
+                _pack(master, undo)
+                advance()
+        if shared:
+            self.shared = Master(lambda: shared, [], "shared leaves", self._platform, self._budget)
+            _pack(self.shared, undo)
+
+    def held(self) -> set[int]:
+        """`id` of every tensor that is in a master."""
+        return {id(tensor) for master in self for tensor in master.tensors}
+
+    def stale(self) -> list[Master]:
+        """Those whose modules hold other leaves, or whose leaves hold other bytes, than were packed."""
+        return [master for master in self if not master.is_current()]
+
+    def follow(self, stale: Sequence[Master]) -> None:
+        """Pack these anew.
+
+        Raises:
+            RuntimeError: weights were tied or untied.
+        """
+        shared = shared_leaves([unit.leaves() for unit, _ in self._units.values()], self._elsewhere())
+        if {id(leaf.tensor) for leaf in shared} != self._shared_ids:
+            raise RuntimeError(
+                "Weights were tied or untied between blocks, or between a block and other modules, while offloaded: "
+                f"{', '.join(leaf.path for leaf in shared[:3]) or 'a tie is gone'}. "
+                "Call disable_omni_offload() and enable_omni_offload() again."
+            )
+        # Swapped data lies in each other's masters: written in place, the first would overwrite the second's.
+        in_place = not any(
+            master.holds(tensor)
+            for other in stale
+            for tensor in other.tensors
+            for master in self
+            if master is not other
+        )
+        for master in stale:
+            master.pack(in_place=in_place)
+            return_freed_host_memory()
+
+    def remove(self, module: nn.Module) -> None:
+        """Let one go: its leaves stay views of the host buffer, which isn't locked any more."""
+        found = self._units.pop(module, None)
+        if found is not None:
+            found[1].release()
+
+
+def _pack(master: Master, undo: ExitStack) -> None:
+    undo.callback(move_back, [(leaf.tensor, leaf.tensor.device) for leaf in master.find()])
+    undo.callback(master.release)
+    master.pack()
+    return_freed_host_memory()
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[], Any]]:
+    with diffusers_logging.tqdm(total=total, desc="Packing weights", unit="unit", leave=False) as bar:
+        yield lambda: bar.update(1)

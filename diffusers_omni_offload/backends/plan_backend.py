@@ -1,0 +1,370 @@
+"""Carries out a plan: streams its stacks, swaps its components, and keeps the rest on the device."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from diffusers_omni_offload import hooks
+from diffusers_omni_offload.backends import preflight
+from diffusers_omni_offload.backends.base import Counters, OffloadBackend
+from diffusers_omni_offload.backends.components import ManagedComponents, foreign_message
+from diffusers_omni_offload.backends.entry_points import EntryPoints
+from diffusers_omni_offload.backends.masters import Masters, units_of
+from diffusers_omni_offload.backends.remarks import first_call_summary, warn_of_pageable, warn_of_plain_tensors
+from diffusers_omni_offload.backends.residency import Residency
+from diffusers_omni_offload.config import OffloadConfig
+from diffusers_omni_offload.messages import logger
+from diffusers_omni_offload.platform import on_device, platform_for, return_freed_host_memory
+from diffusers_omni_offload.registry import adapter_for
+from diffusers_omni_offload.streaming.runner import BlockRunner
+from diffusers_omni_offload.streaming.scope import CallScope
+from diffusers_omni_offload.streaming.shared import SharedLeaves
+from diffusers_omni_offload.streaming.stage_runner import StageRunner
+from diffusers_omni_offload.streaming.stages import OnDemandStage, PackedStage, Stage, Stages
+from diffusers_omni_offload.streaming.streamer import Streamer
+from diffusers_omni_offload.topology.plan import ComponentRole, ResolvedComponent, ResolvedPlan, format_bytes
+from diffusers_omni_offload.topology.resolver import resolve_offload_plan
+from diffusers_omni_offload.weights.leaves import find_leaves, is_plain, move_tensors
+from diffusers_omni_offload.weights.pinning import PinnedBudget
+
+
+class PlanBackend(OffloadBackend):
+    """What every strategy does with its plan; see `streaming` for how, and `enable` for what it does to the modules.
+
+    Attributes:
+        plan: the resolved plan while enabled.
+        scope: the call scope.
+        streamer: slots, order and counters of streamed blocks.
+        stages: the components that are swapped.
+    """
+
+    def __init__(self, config: OffloadConfig, device: torch.device) -> None:
+        super().__init__(config, device)
+        self.platform = platform_for(device)
+        self.plan: ResolvedPlan | None = None
+        self._enabled = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self.budget = PinnedBudget(self.config.pin_memory)
+        self.streamer = Streamer(self.platform, self.config.slots)
+        self.stages = Stages(self.streamer)
+        self.scope = CallScope(self.streamer, self.stages, self.audit, self._after_call)
+        self.masters = Masters(self.platform, self.budget)
+        self.residency = Residency(self.device)
+        self.components = ManagedComponents(self.device, self, self._run_component)
+        self.shared: SharedLeaves | None = None
+        self._block_runner: BlockRunner | None = None
+        self._stage_runner = StageRunner(self.streamer, self.scope, self.stages)
+        self._blocks: list[tuple[nn.Module, str]] = []
+        self._roles: dict[str, ComponentRole] = {}
+        self._resident_paths: set[str] = set()
+        self._reported = self._said_memory_spared = False
+
+    # ------------------------------------------------------------------ lifecycle
+
+    def is_enabled(self) -> bool:
+        return self._enabled
+
+    def enable(self, pipeline: Any, plan: ResolvedPlan | None = None) -> None:
+        """Offload what a plan says and place the rest; all is undone if a step fails.
+
+        Nothing is done for a plan with a `skip_reason`, or if it is enabled already.
+
+        Args:
+            pipeline: what to resolve if `plan` is None.
+            plan: a plan that was resolved before.
+
+        Raises:
+            RuntimeError, TypeError, ValueError: as `preflight.check` says; nothing was touched.
+        """
+        if self._enabled:
+            logger.warning("Offload is enabled already; disable it first to change it.")
+            return
+        if plan is None:
+            plan = resolve_offload_plan(pipeline, self.config, declarations=adapter_for(type(pipeline)))
+        if plan.skip_reason is not None:
+            logger.warning("Nothing was offloaded: %s", plan.skip_reason)
+            return
+        preflight.check(plan, self.platform, self.config.slots)
+        with ExitStack() as undo:
+            self.install(plan, undo)
+            undo.pop_all()
+
+    def install(self, plan: ResolvedPlan, undo: ExitStack) -> None:
+        """`enable` for a caller that has resolved and checked the plan; `undo` gets the way back of every step."""
+        self._reset()
+        undo.callback(self._forget)
+        with on_device(self.device):
+            self._build(plan, undo)
+        self.plan = plan
+        self._enabled = True
+        self.streamer.stalls.start()
+        if plan.stacks and not any(stack.streamed for stack in plan.stacks):
+            logger.info("Every block is resident, so nothing is streamed.")
+        warn_of_plain_tensors(plan)
+        if self.config.pin_memory is not False and self.platform.is_asynchronous:
+            warn_of_pageable(list(self.masters), self.budget)
+
+    def disable(self) -> None:
+        """Remove our hooks, give device and pinned memory back and leave every tensor on the CPU.
+
+        The tensors of a block that was streamed, or of a component that was swapped, still share one allocation, of its
+        size. Every step is tried, whatever fails; the first failure is raised at the end.
+
+        Raises:
+            RuntimeError: a call is running.
+        """
+        if self._enabled:
+            with self.scope.exclusive("disabled"):
+                self.tear_down()
+
+    def tear_down(self) -> None:
+        """`disable` for a caller that keeps calls out itself."""
+        with ExitStack() as steps, on_device(self.device):
+            steps.callback(self._forget)
+            steps.callback(self.residency.move_to_host)
+            for master in self.masters:
+                steps.callback(master.release)
+            steps.callback(self._release_device)
+            steps.callback(self.components.detach_all)
+            for block, _ in self._blocks:
+                steps.callback(hooks.remove_owned, block, hooks.BLOCK_HOOK)
+
+    def _forget(self) -> None:
+        self.plan = None
+        self._enabled = False
+        self._reset()
+
+    def _release_device(self) -> None:
+        self.streamer.release_slots()
+        self.stages.give_up_all()
+        if self.shared is not None:
+            self.shared.release()
+
+    def _build(self, plan: ResolvedPlan, undo: ExitStack) -> None:
+        """The steps of `enable`; each has put its own undoing on `undo` before it can fail."""
+        units = units_of(plan)
+        on_demand = [plan.module(path) for path in plan.on_demand]
+        components = self._not_borrowed(plan)
+        for component in components:
+            self.residency.add(component.path, component.module)
+        for module in [*(unit.module for unit in units), *on_demand]:
+            self.residency.leave_out(module)
+        self._note_roles(plan)
+        self.masters.pack(units, self.residency.leaves, undo)
+        self.residency.place(self.masters.held(), undo)
+        return_freed_host_memory()
+
+        undo.callback(self._release_device)
+        for stack in plan.stacks:
+            # Resident blocks have no master.
+            self.streamer.add_stack(map(self.masters.of, stack.blocks))
+        self.streamer.require_slots()
+        if self.masters.shared is not None:
+            self.shared = SharedLeaves(self.masters.shared, self.streamer)
+            self.shared.require_slot()
+        self._hook_blocks(plan, undo)
+        self._attach_components(plan, components, undo)
+
+    def _note_roles(self, plan: ResolvedPlan) -> None:
+        blocks = {block for _, block in plan.streamed_blocks()}
+        self._roles = {component.path: component.role for component in plan.components}
+        self._resident_paths = {
+            component.path
+            for component in plan.components
+            if component.path not in (*plan.swapped, *plan.on_demand)
+            and not any(module in blocks for module in component.module.modules())
+        }
+
+    def _hook_blocks(self, plan: ResolvedPlan, undo: ExitStack) -> None:
+        self._block_runner = BlockRunner(self.streamer, self.scope, self.shared)
+        for stack in plan.stacks:
+            for index, block in enumerate(stack.blocks):
+                undo.callback(hooks.remove_owned, block, hooks.BLOCK_HOOK)
+                # Its number in the streamer, which got the stacks in the same order.
+                hook = hooks.BlockHook(stack.path(index), len(self._blocks), self._block_runner.run)
+                hooks.install_innermost(block, hook, hooks.BLOCK_HOOK)
+                self._blocks.append((block, hook.path))
+
+    def _attach_components(self, plan: ResolvedPlan, components: list[ResolvedComponent], undo: ExitStack) -> None:
+        for component in components:
+            stage: Stage | None = None
+            if component.path in plan.on_demand:
+                stage = OnDemandStage(component.path, component.role, component.module, self.device)
+            elif component.path in plan.swapped:
+                master = self.masters.of(component.module)
+                assert master is not None
+                stage = PackedStage(component.path, component.role, master, self.streamer)
+            self._attach(component, stage, plan.entry_points.get(component.path, ()), undo)
+        ours = {component.module for component in components}
+        for path in plan.on_demand:
+            if plan.module(path) not in ours:
+                part = ResolvedComponent(path, plan.module(path), "resident")
+                self._attach(part, OnDemandStage(path, part.role, part.module, self.device), (), undo)
+
+    def _attach(
+        self, component: ResolvedComponent, stage: Stage | None, methods: tuple[str, ...], undo: ExitStack
+    ) -> None:
+        module, path = component.module, component.path
+        self._roles.setdefault(path, component.role)
+        if stage is None:
+            before = self.spare_memory if component.role == "vae" else None
+            self.components.attach(path, module, undo, before)
+            return
+        self.stages.add(module, stage)
+        entries = EntryPoints(
+            module,
+            path,
+            self.device,
+            methods,
+            run=lambda function, args, kwargs: self._run_component(path, function, args, kwargs),
+            is_inside=lambda: stage.is_inside and self.scope.is_open,
+        )
+        self.components.attach(path, module, undo, lambda: self._announce(stage), entries)
+
+    def _not_borrowed(self, plan: ResolvedPlan) -> list[ResolvedComponent]:
+        """The components that no other backend looks after: those it places and hooks for both."""
+        ours = []
+        for component in plan.components:
+            hook = hooks.owned_hook(component.module, hooks.COMPONENT_HOOK)
+            if hook is None:
+                ours.append(component)
+            elif hook.owner.device != self.device:
+                raise ValueError(
+                    f"{component.path} is offloaded by another pipeline, which runs it on {str(hook.owner.device)!r}, "
+                    f"not {str(self.device)!r}. Use the same device, or call disable_omni_offload() there."
+                )
+        return ours
+
+    # ------------------------------------------------------------------ components
+
+    def add_resident(self, path: str, module: nn.Module, undo: ExitStack) -> None:
+        """Manage a component that came later: it lives on the device. `undo` gets the way back first."""
+        undo.callback(self.residency.remove, module)
+        missing = sum(leaf.nbytes for leaf in find_leaves(module, path) if leaf.tensor.device != self.device)
+        if self.platform.is_asynchronous and missing > self.platform.free_bytes():
+            raise RuntimeError(
+                f"{path} takes {format_bytes(missing)} on {str(self.device)!r}, which has "
+                f"{format_bytes(self.platform.free_bytes())} free. Free some of it, or enable with more components "
+                "streamed."
+            )
+        self.residency.add(path, module)
+        self.residency.place(self.masters.held(), undo)
+        self._resident_paths.add(path)
+        # Its role isn't declared; where it is no VAE, its entry points announce themselves to nobody.
+        self.components.attach(path, module, undo, self.spare_memory)
+
+    def remove_component(self, module: nn.Module) -> None:
+        """Let go of a component that no pipeline needs offloaded any more: its tensors end on the CPU."""
+        inside = set(module.modules())
+        for number, (block, _) in enumerate(self._blocks):
+            if block in inside and self.masters.of(block) is not None:
+                hooks.remove_owned(block, hooks.BLOCK_HOOK)
+                self.streamer.retire(number)
+                self.masters.remove(block)
+        self.components.detach(module)
+        self.stages.remove(module)
+        self.masters.remove(module)
+        self.residency.remove(module)
+        kept = {id(leaf.tensor) for leaf in self.residency.leaves()}
+        move_tensors([leaf.tensor for leaf in find_leaves(module, "", kept) if is_plain(leaf)], torch.device("cpu"))
+
+    def _run_component(self, path: str, function: Any, args: Any, kwargs: Any) -> Any:
+        """An entry point of a component: what has to leave the device leaves, and what it needs comes."""
+        if self.shared is None and path in self._resident_paths:
+            # It moves nothing of its own, so it needs no scope, and a worker thread may run it beside a call.
+            if self.scope.is_open:
+                self._make_room(path)
+            return function(*args, **kwargs)
+        stage = self.stages.at(path)
+        if stage is not None and stage.role == "vae":
+            self.spare_memory()
+        if stage is None:
+            with self.scope.opened(), self.shared or nullcontext():
+                self._make_room(path)
+                return function(*args, **kwargs)
+        with self.scope.opened() if self.shared else nullcontext(), self.shared or nullcontext():
+            return self._stage_runner.run(stage, function, args, kwargs)
+
+    def _make_room(self, path: str) -> None:
+        role = self._roles.get(path, "resident")
+        if role == "vae":
+            self.spare_memory()
+        else:
+            self.stages.make_room(role)
+
+    def _announce(self, stage: Stage) -> None:
+        if self.scope.is_open:
+            self.stages.announce(stage)
+
+    # ------------------------------------------------------------------ calls
+
+    def audit(self) -> bool:
+        """Make masters and residents agree with what the modules hold now. Under 1 ms for 1,000 leaves.
+
+        Returns:
+            Whether anything had changed, in-place edits aside.
+
+        Raises:
+            RuntimeError: somebody else took over a component's weights.
+        """
+        self.components.require_ours()
+        for block, path in self._blocks:
+            owner = hooks.foreign_offload([block])
+            if owner is not None:
+                raise RuntimeError(foreign_message(path, owner))
+        stale = self.masters.stale()
+        has_changed = bool(stale) or not self.residency.is_current()
+        if has_changed:
+            with on_device(self.device):
+                self.components.require_ours_throughout()
+                self.masters.follow(stale)
+                self.residency.place(self.masters.held())
+            self._stage_runner.inspect_again()
+            if self._block_runner is not None:
+                self._block_runner.inspect_again()
+        if self.shared is not None:
+            self.shared.require_slot()
+        return has_changed
+
+    def spare_memory(self) -> None:
+        """Before a VAE that stays on the device: give back what is swapped in and the slots, if less than half of the
+        device's memory is free; what runs next takes them again."""
+        held = self.streamer.slots.nbytes + self.stages.nbytes
+        if not held or not self.scope.is_open or self.streamer.is_running:
+            return
+        if self.platform.free_bytes() >= self.platform.total_bytes() // 2:
+            return
+        self.streamer.release_slots()
+        self.stages.make_room("vae")
+        if not self._said_memory_spared:
+            self._said_memory_spared = True
+            logger.info("Gave %s of weights back before the VAE, since device memory is short.", format_bytes(held))
+
+    def _after_call(self) -> None:
+        if self._reported or not (self.streamer.loads or self.stages.swaps):
+            return
+        waited: float | None = 0.0
+        if self.streamer.loads and self.platform.is_asynchronous:
+            waited = self.streamer.stalls.stop()
+        if waited is None:
+            return  # A call of an encoder alone, say: too short for a verdict. The next one may do.
+        self._reported = True
+        logger.info("%s", first_call_summary(list(self.masters), self.streamer, self.stages, waited))
+
+    def counters(self) -> Counters:
+        """What was moved so far, and what is held now."""
+        shared = 0 if self.shared is None else self.shared.nbytes
+        return Counters(
+            loads=self.streamer.loads,
+            demand_loads=self.streamer.demand_loads,
+            swaps=self.stages.swaps,
+            bytes_moved=self.streamer.bytes_moved,
+            device_bytes=self.streamer.slots.nbytes + self.stages.nbytes + shared,
+            pinned_bytes=self.budget.pinned_bytes,
+        )

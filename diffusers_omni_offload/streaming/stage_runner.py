@@ -1,0 +1,98 @@
+"""An entry point of a swapped component, run on its weights on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from diffusers_omni_offload.messages import logger
+from diffusers_omni_offload.streaming.guard import refuse_unservable, view_message, written_message
+from diffusers_omni_offload.streaming.scope import CallScope
+from diffusers_omni_offload.streaming.stages import PackedStage, Stage, Stages
+from diffusers_omni_offload.streaming.streamer import Streamer
+
+#: After so many entries of a DiT outside of any call, the user is told what that costs.
+_STRAY_ENTRIES = 3
+
+
+class StageRunner:
+    """Runs entry points of stages and refuses what swapped weights can't serve.
+
+    Args:
+        streamer: what binds the weights.
+        scope: opened around an entry that comes outside of any call.
+        stages: all of the pipeline's.
+    """
+
+    def __init__(self, streamer: Streamer, scope: CallScope, stages: Stages) -> None:
+        self._streamer, self._scope, self._stages = streamer, scope, stages
+        self._inspected: set[Stage] = set()
+        self._stray_entries = 0
+
+    def inspect_again(self) -> None:
+        """Look once more, at each stage's next entry, at what it does to its weights."""
+        self._inspected.clear()
+
+    def run(self, stage: Stage, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """`function(*args, **kwargs)`, an entry point of the stage, with its weights on the device.
+
+        Raises:
+            RuntimeError: it needs gradients, is being captured into a graph, wrote to its weights or keeps a view of
+                them.
+        """
+        if self._scope.is_open and stage.is_inside:
+            return function(*args, **kwargs)
+        if not self._scope.is_open:
+            self._count_stray(stage)
+        with self._scope.opened():
+            if isinstance(stage, PackedStage):
+                return self._run_packed(stage, function, args, kwargs)
+            self._stages.bring(stage)
+            stage.bind()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                stage.unbind()
+
+    def _run_packed(
+        self, stage: PackedStage, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        master = stage.master
+        refuse_unservable(self._streamer.platform, master, args, kwargs)
+        self._stages.bring(stage)
+        device_type = self._streamer.platform.device.type
+        caches_casts = torch.is_autocast_enabled(device_type) and torch.is_autocast_cache_enabled()
+        if caches_casts:
+            # Autocast would keep the cast of every weight on the device, beyond the stage's time there.
+            torch.set_autocast_cache_enabled(False)
+        kept = None
+        try:
+            stage.bind()
+            versions = master.versions()
+            output = function(*args, **kwargs)
+            written = master.written_leaf(versions)
+            if stage not in self._inspected:
+                written = written or master.replaced_leaf(stage.slot.buffer)
+                kept = master.attribute_where(stage.slot.holds)
+                self._inspected.add(stage)
+        finally:
+            if caches_casts:
+                torch.set_autocast_cache_enabled(True)
+            stage.unbind()
+        if written is not None:
+            raise RuntimeError(written_message(written))
+        if kept is not None:
+            raise RuntimeError(view_message(f"{kept} keeps"))
+        return output
+
+    def _count_stray(self, stage: Stage) -> None:
+        if stage.role == "dit":
+            self._stray_entries += 1
+            if self._stray_entries == _STRAY_ENTRIES:
+                logger.info(
+                    "%s runs outside of a pipeline call, so it is copied to the device each time. "
+                    "`with pipe.omni_offload.call():` around the loop keeps it there.",
+                    stage.path,
+                )

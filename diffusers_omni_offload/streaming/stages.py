@@ -1,0 +1,231 @@
+"""Components that take turns on the device as wholes.
+
+A stage is bound inside its component's entry points only. Between them its buffer keeps the bytes, until another stage
+needs the room or the call ends. Nothing is ever copied back: the host's copy is the truth.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from diffusers_omni_offload.streaming.slots import Slot
+from diffusers_omni_offload.streaming.streamer import Streamer
+from diffusers_omni_offload.weights.master import Master
+
+#: What runs -> what leaves the device before. A "resident" runs beside the DiT in each step, as a ControlNet does.
+_RIVALS: Mapping[str, tuple[str, ...]] = {
+    "dit": ("dit", "encoder", "vae"),
+    "resident": ("encoder", "vae"),
+    "encoder": ("dit", "resident", "vae"),
+    "vae": ("dit", "resident", "encoder", "vae"),
+}
+
+
+def largest_together(stages: Iterable[tuple[str, int]]) -> int:
+    """The most bytes that stages, each given by role and size, take on the device at one time."""
+    stages = list(stages)
+    most = 0
+    for role, nbytes in stages:
+        rivals = _RIVALS[role]
+        # What runs, and all that it leaves there; others of its own kind only if they don't make way for each other.
+        together = sum(size for other, size in stages if other not in rivals)
+        most = max(most, together + (nbytes if role in rivals else 0))
+    return most
+
+
+class Stage(ABC):
+    """A component that comes to the device when it is entered.
+
+    Args:
+        path: the component's path.
+        role: its part: "dit", "encoder", "vae" or "resident".
+
+    Attributes:
+        is_inside: whether one of its entry points is running.
+    """
+
+    def __init__(self, path: str, role: str) -> None:
+        self.path, self.role = path, role
+        self.is_inside = False
+
+    @property
+    @abstractmethod
+    def is_loaded(self) -> bool:
+        """Whether its weights are on the device, or on their way."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Device bytes held by us for it."""
+
+    @abstractmethod
+    def load(self) -> None:
+        """Bring the weights to the device; they aren't there."""
+
+    @abstractmethod
+    def give_up(self) -> None:
+        """Give the room back."""
+
+    def bind(self) -> None:
+        """The module's tensors become those on the device."""
+        self.is_inside = True
+
+    def unbind(self) -> None:
+        """The module's tensors are the host's again."""
+        self.is_inside = False
+
+
+class PackedStage(Stage):
+    """A component with one master: one copy loads it into one buffer.
+
+    Args:
+        path: the component's path.
+        role: its part.
+        master: its packed weights.
+        streamer: whose device, copies and counters are used.
+    """
+
+    def __init__(self, path: str, role: str, master: Master, streamer: Streamer) -> None:
+        super().__init__(path, role)
+        self.master = master
+        self._streamer = streamer
+        self._slot: Slot | None = None
+
+    @property
+    def is_loaded(self) -> bool:
+        return self._slot is not None
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._slot is None else self._slot.buffer.numel()
+
+    @property
+    def slot(self) -> Slot:
+        """The buffer; it is loaded."""
+        assert self._slot is not None
+        return self._slot
+
+    def load(self) -> None:
+        slot = Slot(self.master.nbytes, self._streamer.platform)
+        self._streamer.load_apart(self.master, slot)
+        self._slot = slot
+
+    def give_up(self) -> None:
+        slot, self._slot = self._slot, None
+        self.master.forget_views()
+        if slot is not None:
+            slot.tell_allocator()
+
+    def bind(self) -> None:
+        super().bind()
+        self._streamer.bind_apart(self.master, self.slot)
+
+    def unbind(self) -> None:
+        self._streamer.unbind_apart(self.master, self.slot)
+        super().unbind()
+
+
+class OnDemandStage(Stage):
+    """A component that moves itself: it has `load_to_device` and `offload_to_cpu`.
+
+    Args:
+        path: the component's path.
+        role: its part.
+        module: the component.
+        device: the execution device.
+    """
+
+    def __init__(self, path: str, role: str, module: Any, device: torch.device) -> None:
+        super().__init__(path, role)
+        self._module, self._device = module, device
+        self._is_loaded = False
+
+    @property
+    def is_loaded(self) -> bool:
+        return self._is_loaded
+
+    @property
+    def nbytes(self) -> int:
+        return 0
+
+    def load(self) -> None:
+        self._is_loaded = True
+        self._module.load_to_device()
+
+    def give_up(self) -> None:
+        if self._is_loaded:
+            self._is_loaded = False
+            self._module.offload_to_cpu()
+
+
+class Stages:
+    """All stages of a pipeline, and who makes room for whom.
+
+    Attributes:
+        swaps: loads of whole components so far.
+    """
+
+    def __init__(self, streamer: Streamer) -> None:
+        self.swaps = 0
+        self._streamer = streamer
+        self._stages: dict[nn.Module, Stage] = {}
+        self._by_path: dict[str, Stage] = {}
+
+    def __iter__(self) -> Iterator[Stage]:
+        return iter(self._stages.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes held now."""
+        return sum(stage.nbytes for stage in self)
+
+    def add(self, module: nn.Module, stage: Stage) -> None:
+        """Take a stage in."""
+        self._stages[module] = stage
+        self._by_path[stage.path] = stage
+
+    def remove(self, module: nn.Module) -> None:
+        """Let a stage go, and what it holds of the device."""
+        stage = self._stages.pop(module, None)
+        if stage is not None:
+            del self._by_path[stage.path]
+            stage.give_up()
+
+    def at(self, path: str) -> Stage | None:
+        """The stage of the component at a path, if it has one."""
+        return self._by_path.get(path)
+
+    def make_room(self, role: str, newcomer: Stage | None = None) -> None:
+        """Before something of this role runs: its rivals leave the device, but for those that are running."""
+        for stage in self:
+            if stage.is_loaded and stage is not newcomer and not stage.is_inside and stage.role in _RIVALS[role]:
+                stage.give_up()
+
+    def bring(self, stage: Stage) -> None:
+        """Have a stage's weights on the device, as they are now."""
+        self.make_room(stage.role, stage)
+        if isinstance(stage, PackedStage) and not stage.master.is_current():
+            # Something was replaced during the call, as a VAE is that is cast before it decodes.
+            stage.give_up()
+            stage.master.pack(in_place=False)
+        if not stage.is_loaded:
+            stage.load()
+            self.swaps += 1
+
+    def announce(self, stage: Stage) -> None:
+        """A stage is about to be entered by a way of its own: bring it, and let nothing else use its room too early."""
+        if not stage.is_inside:
+            self.bring(stage)
+            if isinstance(stage, PackedStage):
+                self._streamer.platform.current_stream().wait_event(stage.slot.ready)
+
+    def give_up_all(self) -> None:
+        """Nothing is running: every stage leaves the device."""
+        for stage in self:
+            stage.is_inside = False
+            stage.give_up()
