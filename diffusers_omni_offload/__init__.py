@@ -16,6 +16,7 @@ from diffusers_omni_offload.backends import OffloadBackend, get_offload_backend
 from diffusers_omni_offload.config import LayerOptions, OffloadConfig, OffloadStrategy, WeightTransfer
 from diffusers_omni_offload.declarations import OffloadPlan, SupportsComponentDiscovery, SupportsModelCpuOffload
 from diffusers_omni_offload.handle import OffloadHandle, omni_offload
+from diffusers_omni_offload.phases import PhaseOffload
 from diffusers_omni_offload.pipeline import disable_omni_offload, enable_from_config, enable_omni_offload
 from diffusers_omni_offload.registry import adapter_for, register_adapter, registered_pipelines
 from diffusers_omni_offload.topology.plan import BlockStack, ResolvedComponent, ResolvedPlan
@@ -31,6 +32,7 @@ __all__ = [
     "OffloadHandle",
     "OffloadPlan",
     "OffloadStrategy",
+    "PhaseOffload",
     "ResolvedComponent",
     "ResolvedPlan",
     "SupportsComponentDiscovery",

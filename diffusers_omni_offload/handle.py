@@ -89,7 +89,7 @@ class OffloadHandle:
             RuntimeError: offload was disabled, a streamed component was replaced, or another offload took over.
         """
         self._require_enabled()
-        with self.backend.scope.opened(self._follow_pipeline):
+        with self.backend.opened(self._follow_pipeline):
             yield
 
     @property

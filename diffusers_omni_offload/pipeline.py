@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from diffusers_omni_offload.backends import PlanBackend, get_offload_backend, preflight
+from diffusers_omni_offload.backends import DelegatedBackend, PlanBackend, get_offload_backend, preflight
 from diffusers_omni_offload.composition import composed_class, stock_class
-from diffusers_omni_offload.config import OffloadConfig
+from diffusers_omni_offload.config import OffloadConfig, OffloadStrategy
+from diffusers_omni_offload.declarations import SupportsModelCpuOffload
 from diffusers_omni_offload.handle import HANDLE_ATTRIBUTE, OffloadHandle, omni_offload
 from diffusers_omni_offload.hooks import COMPONENT_HOOK, owned_hook
 from diffusers_omni_offload.messages import logger
@@ -138,6 +139,8 @@ def disable_omni_offload(pipe: Any) -> None:
 
 def _resolve(pipe: Any, config: OffloadConfig) -> ResolvedPlan:
     cls = stock_class(type(pipe))
+    if _moves_itself(pipe, config):
+        return DelegatedBackend.plan_for(config, pipe)
     plan = resolve_offload_plan(pipe, config, declarations=adapter_for(cls))
     if plan.skip_reason is not None:
         raise ValueError(f"Nothing of this {cls.__name__} can be streamed: {plan.skip_reason}")
@@ -150,8 +153,12 @@ def _resolve(pipe: Any, config: OffloadConfig) -> ResolvedPlan:
     return plan
 
 
+def _moves_itself(pipe: Any, config: OffloadConfig) -> bool:
+    return config.strategy is OffloadStrategy.MODEL_LEVEL and isinstance(pipe, SupportsModelCpuOffload)
+
+
 def _enable(pipe: Any, config: OffloadConfig, plan: ResolvedPlan, device: torch.device) -> OffloadHandle:
-    backend = get_offload_backend(config, device)
+    backend = get_offload_backend(config, device, pipe)
     if not isinstance(backend, PlanBackend):
         raise ValueError(f"The configuration selects no strategy that can run on {str(device)!r}.")
     with ExitStack() as undo:

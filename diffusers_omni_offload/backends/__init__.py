@@ -5,16 +5,19 @@ from __future__ import annotations
 import torch
 
 from diffusers_omni_offload.backends.base import Counters, OffloadBackend
+from diffusers_omni_offload.backends.delegated import DelegatedBackend
 from diffusers_omni_offload.backends.distributed import DistributedLayerwiseBackend
 from diffusers_omni_offload.backends.layerwise import LayerwiseBackend
 from diffusers_omni_offload.backends.model_level import ModelLevelBackend
 from diffusers_omni_offload.backends.plan_backend import PlanBackend
 from diffusers_omni_offload.config import OffloadConfig, OffloadStrategy
+from diffusers_omni_offload.declarations import SupportsModelCpuOffload
 from diffusers_omni_offload.messages import logger
 from diffusers_omni_offload.platform import is_supported, resolve_device
 
 __all__ = [
     "Counters",
+    "DelegatedBackend",
     "DistributedLayerwiseBackend",
     "LayerwiseBackend",
     "ModelLevelBackend",
@@ -30,12 +33,13 @@ _BACKENDS: dict[OffloadStrategy, type[PlanBackend]] = {
 }
 
 
-def get_offload_backend(config: OffloadConfig, device: torch.device) -> OffloadBackend | None:
+def get_offload_backend(config: OffloadConfig, device: torch.device, pipeline: object = None) -> OffloadBackend | None:
     """The backend of a configuration; None, with one line in the log, if there is nothing to do or nowhere to do it.
 
     Args:
         config: the configuration.
         device: the execution device, the current one of its type if it has no index.
+        pipeline: what is to be offloaded. Model-level offload is left to a pipeline that moves its own phases.
 
     Raises:
         NotImplementedError: the strategy, or an option of it, isn't there yet.
@@ -47,4 +51,6 @@ def get_offload_backend(config: OffloadConfig, device: torch.device) -> OffloadB
     if not is_supported(device):
         logger.warning("Offload is off: the device %r can't be streamed to.", str(device))
         return None
+    if config.strategy is OffloadStrategy.MODEL_LEVEL and isinstance(pipeline, SupportsModelCpuOffload):
+        return DelegatedBackend(config, resolve_device(device), pipeline)
     return _BACKENDS[config.strategy](config, resolve_device(device))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -24,9 +25,9 @@ from diffusers_omni_offload.streaming.runner import BlockRunner
 from diffusers_omni_offload.streaming.scope import CallScope
 from diffusers_omni_offload.streaming.shared import SharedLeaves
 from diffusers_omni_offload.streaming.stage_runner import StageRunner
-from diffusers_omni_offload.streaming.stages import OnDemandStage, PackedStage, Stage, Stages
+from diffusers_omni_offload.streaming.stages import RIVALS, OnDemandStage, PackedStage, Rivals, Stage, Stages
 from diffusers_omni_offload.streaming.streamer import Streamer
-from diffusers_omni_offload.topology.plan import ComponentRole, ResolvedComponent, ResolvedPlan, format_bytes
+from diffusers_omni_offload.topology.plan import ResolvedComponent, ResolvedPlan, format_bytes
 from diffusers_omni_offload.topology.resolver import resolve_offload_plan
 from diffusers_omni_offload.weights.leaves import find_leaves, is_plain, move_tensors
 from diffusers_omni_offload.weights.pinning import PinnedBudget
@@ -36,11 +37,14 @@ class PlanBackend(OffloadBackend):
     """What every strategy does with its plan; see `streaming` for how, and `enable` for what it does to the modules.
 
     Attributes:
+        is_shared: whether other pipelines with the same components may use it.
         plan: the resolved plan while enabled.
         scope: the call scope.
         streamer: slots, order and counters of streamed blocks.
         stages: the components that are swapped.
     """
+
+    is_shared = True
 
     def __init__(self, config: OffloadConfig, device: torch.device) -> None:
         super().__init__(config, device)
@@ -52,7 +56,7 @@ class PlanBackend(OffloadBackend):
     def _reset(self) -> None:
         self.budget = PinnedBudget(self.config.pin_memory)
         self.streamer = Streamer(self.platform, self.config.slots)
-        self.stages = Stages(self.streamer)
+        self.stages = Stages(self.streamer, self._rivals())
         self.scope = CallScope(self.streamer, self.stages, self.audit, self._after_call)
         self.masters = Masters(self.platform, self.budget)
         self.residency = Residency(self.device)
@@ -61,7 +65,7 @@ class PlanBackend(OffloadBackend):
         self._block_runner: BlockRunner | None = None
         self._stage_runner = StageRunner(self.streamer, self.scope, self.stages)
         self._blocks: list[tuple[nn.Module, str]] = []
-        self._roles: dict[str, ComponentRole] = {}
+        self._groups: dict[str, str] = {}
         self._resident_paths: set[str] = set()
         self._reported = self._said_memory_spared = False
 
@@ -154,9 +158,10 @@ class PlanBackend(OffloadBackend):
         components = self._not_borrowed(plan)
         for component in components:
             self.residency.add(component.path, component.module)
-        for module in [*(unit.module for unit in units), *on_demand]:
+        offloaded = [*(unit.module for unit in units), *on_demand]
+        for module in offloaded:
             self.residency.leave_out(module)
-        self._note_roles(plan)
+        self._note_groups(plan, offloaded)
         self.masters.pack(units, self.residency.leaves, undo)
         self.residency.place(self.masters.held(), undo)
         return_freed_host_memory()
@@ -173,14 +178,21 @@ class PlanBackend(OffloadBackend):
         self._hook_blocks(plan, undo)
         self._attach_components(plan, components, undo)
 
-    def _note_roles(self, plan: ResolvedPlan) -> None:
-        blocks = {block for _, block in plan.streamed_blocks()}
-        self._roles = {component.path: component.role for component in plan.components}
+    def _rivals(self) -> Rivals:
+        """Which groups of components make room for which."""
+        return RIVALS
+
+    def _group(self, component: ResolvedComponent) -> str:
+        """What a component has in common with those that stay when it runs."""
+        return component.role
+
+    def _note_groups(self, plan: ResolvedPlan, offloaded: list[nn.Module]) -> None:
+        self._groups = {component.path: self._group(component) for component in plan.components}
+        moving = set(offloaded)
         self._resident_paths = {
             component.path
             for component in plan.components
-            if component.path not in (*plan.swapped, *plan.on_demand)
-            and not any(module in blocks for module in component.module.modules())
+            if not any(module in moving for module in component.module.modules())
         }
 
     def _hook_blocks(self, plan: ResolvedPlan, undo: ExitStack) -> None:
@@ -196,12 +208,13 @@ class PlanBackend(OffloadBackend):
     def _attach_components(self, plan: ResolvedPlan, components: list[ResolvedComponent], undo: ExitStack) -> None:
         for component in components:
             stage: Stage | None = None
+            group = self._group(component)
             if component.path in plan.on_demand:
-                stage = OnDemandStage(component.path, component.role, component.module, self.device)
+                stage = OnDemandStage(component.path, group, component.module, self.device)
             elif component.path in plan.swapped:
                 master = self.masters.of(component.module)
                 assert master is not None
-                stage = PackedStage(component.path, component.role, master, self.streamer)
+                stage = PackedStage(component.path, group, master, self.streamer)
             self._attach(component, stage, plan.entry_points.get(component.path, ()), undo)
         ours = {component.module for component in components}
         for path in plan.on_demand:
@@ -213,7 +226,7 @@ class PlanBackend(OffloadBackend):
         self, component: ResolvedComponent, stage: Stage | None, methods: tuple[str, ...], undo: ExitStack
     ) -> None:
         module, path = component.module, component.path
-        self._roles.setdefault(path, component.role)
+        self._groups.setdefault(path, component.role)
         if stage is None:
             before = self.spare_memory if component.role == "vae" else None
             self.components.attach(path, module, undo, before)
@@ -285,7 +298,7 @@ class PlanBackend(OffloadBackend):
                 self._make_room(path)
             return function(*args, **kwargs)
         stage = self.stages.at(path)
-        if stage is not None and stage.role == "vae":
+        if stage is not None and stage.group == "vae":
             self.spare_memory()
         if stage is None:
             with self.scope.opened(), self.shared or nullcontext():
@@ -295,17 +308,21 @@ class PlanBackend(OffloadBackend):
             return self._stage_runner.run(stage, function, args, kwargs)
 
     def _make_room(self, path: str) -> None:
-        role = self._roles.get(path, "resident")
-        if role == "vae":
+        group = self._groups.get(path, "resident")
+        if group == "vae":
             self.spare_memory()
         else:
-            self.stages.make_room(role)
+            self.stages.make_room(group)
 
     def _announce(self, stage: Stage) -> None:
         if self.scope.is_open:
             self.stages.announce(stage)
 
     # ------------------------------------------------------------------ calls
+
+    def opened(self, prepare: Callable[[], None] | None = None) -> AbstractContextManager[None]:
+        """Be inside a call for the body; `prepare` runs first if this is the outermost one."""
+        return self.scope.opened(prepare)
 
     def audit(self) -> bool:
         """Make masters and residents agree with what the modules hold now. Under 1 ms for 1,000 leaves.

@@ -88,7 +88,7 @@ class StageRunner:
         return output
 
     def _count_stray(self, stage: Stage) -> None:
-        if stage.role == "dit":
+        if stage.group == "dit":
             self._stray_entries += 1
             if self._stray_entries == _STRAY_ENTRIES:
                 logger.info(

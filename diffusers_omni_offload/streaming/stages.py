@@ -18,24 +18,27 @@ from diffusers_omni_offload.streaming.slots import Slot
 from diffusers_omni_offload.streaming.streamer import Streamer
 from diffusers_omni_offload.weights.master import Master
 
-#: What runs -> what leaves the device before. A "resident" runs beside the DiT in each step, as a ControlNet does.
-_RIVALS: Mapping[str, tuple[str, ...]] = {
+Rivals = Mapping[str, tuple[str, ...]]
+"""The group of what runs -> the groups that leave the device before."""
+
+RIVALS: Rivals = {
     "dit": ("dit", "encoder", "vae"),
     "resident": ("encoder", "vae"),
     "encoder": ("dit", "resident", "vae"),
     "vae": ("dit", "resident", "encoder", "vae"),
 }
+"""The groups are the roles of components. A "resident" runs beside the DiT in each step, as a ControlNet does."""
 
 
 def largest_together(stages: Iterable[tuple[str, int]]) -> int:
-    """The most bytes that stages, each given by role and size, take on the device at one time."""
+    """The most bytes that stages, each given by group and size, take on the device at one time."""
     stages = list(stages)
     most = 0
-    for role, nbytes in stages:
-        rivals = _RIVALS[role]
-        # What runs, and all that it leaves there; others of its own kind only if they don't make way for each other.
+    for group, nbytes in stages:
+        rivals = RIVALS[group]
+        # What runs, and all that it leaves there; others of its own group only if they don't make way for each other.
         together = sum(size for other, size in stages if other not in rivals)
-        most = max(most, together + (nbytes if role in rivals else 0))
+        most = max(most, together + (nbytes if group in rivals else 0))
     return most
 
 
@@ -44,14 +47,14 @@ class Stage(ABC):
 
     Args:
         path: the component's path.
-        role: its part: "dit", "encoder", "vae" or "resident".
+        group: what it has in common with others that stay when it runs; for components that is their role.
 
     Attributes:
         is_inside: whether one of its entry points is running.
     """
 
-    def __init__(self, path: str, role: str) -> None:
-        self.path, self.role = path, role
+    def __init__(self, path: str, group: str) -> None:
+        self.path, self.group = path, group
         self.is_inside = False
 
     @property
@@ -86,13 +89,13 @@ class PackedStage(Stage):
 
     Args:
         path: the component's path.
-        role: its part.
+        group: its group.
         master: its packed weights.
         streamer: whose device, copies and counters are used.
     """
 
-    def __init__(self, path: str, role: str, master: Master, streamer: Streamer) -> None:
-        super().__init__(path, role)
+    def __init__(self, path: str, group: str, master: Master, streamer: Streamer) -> None:
+        super().__init__(path, group)
         self.master = master
         self._streamer = streamer
         self._slot: Slot | None = None
@@ -136,13 +139,13 @@ class OnDemandStage(Stage):
 
     Args:
         path: the component's path.
-        role: its part.
+        group: its group.
         module: the component.
         device: the execution device.
     """
 
-    def __init__(self, path: str, role: str, module: Any, device: torch.device) -> None:
-        super().__init__(path, role)
+    def __init__(self, path: str, group: str, module: Any, device: torch.device) -> None:
+        super().__init__(path, group)
         self._module, self._device = module, device
         self._is_loaded = False
 
@@ -168,12 +171,17 @@ class OnDemandStage(Stage):
 class Stages:
     """All stages of a pipeline, and who makes room for whom.
 
+    Args:
+        streamer: whose device is used.
+        rivals: which groups make room for which.
+
     Attributes:
         swaps: loads of whole components so far.
     """
 
-    def __init__(self, streamer: Streamer) -> None:
+    def __init__(self, streamer: Streamer, rivals: Rivals = RIVALS) -> None:
         self.swaps = 0
+        self._rivals = rivals
         self._streamer = streamer
         self._stages: dict[nn.Module, Stage] = {}
         self._by_path: dict[str, Stage] = {}
@@ -202,15 +210,16 @@ class Stages:
         """The stage of the component at a path, if it has one."""
         return self._by_path.get(path)
 
-    def make_room(self, role: str, newcomer: Stage | None = None) -> None:
-        """Before something of this role runs: its rivals leave the device, but for those that are running."""
+    def make_room(self, group: str, newcomer: Stage | None = None) -> None:
+        """Before something of this group runs: its rivals leave the device, but for those that are running."""
+        rivals = self._rivals.get(group, ())
         for stage in self:
-            if stage.is_loaded and stage is not newcomer and not stage.is_inside and stage.role in _RIVALS[role]:
+            if stage.is_loaded and stage is not newcomer and not stage.is_inside and stage.group in rivals:
                 stage.give_up()
 
     def bring(self, stage: Stage) -> None:
         """Have a stage's weights on the device, as they are now."""
-        self.make_room(stage.role, stage)
+        self.make_room(stage.group, stage)
         if isinstance(stage, PackedStage) and not stage.master.is_current():
             # Something was replaced during the call, as a VAE is that is cast before it decodes.
             stage.give_up()
