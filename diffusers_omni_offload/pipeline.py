@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from diffusers_omni_offload.advice import what_fits
 from diffusers_omni_offload.backends import DelegatedBackend, PlanBackend, get_offload_backend, preflight
 from diffusers_omni_offload.composition import composed_class, stock_class
 from diffusers_omni_offload.config import OffloadConfig, OffloadStrategy
@@ -26,7 +27,7 @@ from diffusers_omni_offload.siblings import (
     users,
 )
 from diffusers_omni_offload.topology.discovery import iterate_modules
-from diffusers_omni_offload.topology.plan import ResolvedPlan, format_bytes
+from diffusers_omni_offload.topology.plan import ResolvedPlan
 from diffusers_omni_offload.topology.resolver import resolve_offload_plan
 
 
@@ -194,46 +195,9 @@ def _reconfigure(
 
 def _require_fit(pipe: Any, config: OffloadConfig, plan: ResolvedPlan, device: torch.device, *, spare: int) -> None:
     def advise(available: int) -> str:
-        return _what_fits(pipe, config, device, available)
+        return what_fits(lambda other: _resolve(pipe, other), config, device, available)
 
     preflight.check(plan, platform_for(device), config.slots, spare=spare, advise=advise)
-
-
-def _what_fits(pipe: Any, config: OffloadConfig, device: torch.device, available: int) -> str:
-    """A sentence with the call that fits and changes the least: fewer residents, streamed encoders, fewer slots."""
-    residents = max((options.resident_layers for options in config.layer_options.values()), default=0)
-    chosen = config.components or ("dit",)
-    selections = [
-        tuple(dict.fromkeys((*chosen, *extra))) for extra in ((), ("text_encoder",), ("text_encoder", "image_encoder"))
-    ]
-    candidates = [(chosen, kept, config.slots) for kept in range(residents - 1, -1, -1)]
-    candidates += [(selection, kept, config.slots) for selection in selections for kept in {residents, 0}]
-    candidates += [(selections[-1], 0, slots) for slots in range(min(config.slots - 1, 2), 0, -1)]
-    smallest: int | None = None
-    for components, kept, slots in candidates:
-        options: dict[str, Any] = {"components": list(components)}
-        if kept:
-            options["layer_options"] = {"dit": {"resident_layers": kept}}
-        if slots != 2:
-            options["slots"] = slots
-        if config.pin_memory is not True:
-            options["pin_memory"] = config.pin_memory
-        if config.resident_policy != "spread":
-            options["resident_policy"] = config.resident_policy
-        try:
-            plan = _resolve(pipe, OffloadConfig.from_options("layer", **options))
-            preflight.require_ready(plan, device)
-            need = preflight.device_need(plan, device, slots)
-        except (ValueError, TypeError, RuntimeError):
-            continue  # This pipeline has no such encoder, or one that can't be streamed.
-        if need.total <= available:
-            if device != resolve_device(None):
-                options["device"] = str(device)
-            arguments = ", ".join(f"{name}={value!r}" for name, value in options.items())
-            return f'enable_omni_offload(pipe, "layer", {arguments}) needs {format_bytes(need.total)}.'
-        smallest = need.total if smallest is None else min(smallest, need.total)
-    least = f"Whatever is streamed, it takes {format_bytes(smallest)}: " if smallest is not None else ""
-    return f"{least}free some of the device's memory."
 
 
 def _attach(
