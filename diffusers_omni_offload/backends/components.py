@@ -49,6 +49,8 @@ class ManagedComponents:
         undo: ExitStack,
         before: Callable[[], None] | None = None,
         entries: EntryPoints | None = None,
+        *,
+        moves_itself: bool = False,
     ) -> None:
         """Take a component in; `undo` gets the way back first.
 
@@ -58,8 +60,10 @@ class ManagedComponents:
             undo: where the undoing goes.
             before: called when an entry point other than `forward` announces itself, as `vae.decode` does.
             entries: the ways into a component that isn't on the device all the time.
+            moves_itself: whether the component has a lifecycle of its own.
         """
-        component = _Component(path, module, Mediation(module, path, self._device), entries)
+        mediation = Mediation(module, path, self._device, moves_itself=moves_itself)
+        component = _Component(path, module, mediation, entries)
         undo.callback(self._components.pop, id(module), None)
         undo.callback(_take_apart, component)
         hook = hooks.ComponentHook(path, self._device, self._run)

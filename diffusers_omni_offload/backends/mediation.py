@@ -20,12 +20,15 @@ class Mediation:
         module: the component.
         path: its path, for messages.
         device: the execution device.
+        moves_itself: whether the component has a lifecycle of its own, whose moves pass.
     """
 
-    def __init__(self, module: nn.Module, path: str, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, path: str, device: torch.device, *, moves_itself: bool = False) -> None:
         self._module, self._path, self._device = module, path, device
         self._original_apply = module._apply
-        self._ours = {"_apply": self._apply, "enable_group_offload": self._refuse_group_offload}
+        self._ours: dict[str, Any] = {"enable_group_offload": self._refuse_group_offload}
+        if not moves_itself:
+            self._ours["_apply"] = self._apply
         self._before: dict[str, Any] = {}
 
     def install(self) -> None:

@@ -15,7 +15,7 @@ from diffusers_omni_offload.backends.components import ManagedComponents, foreig
 from diffusers_omni_offload.backends.entry_points import EntryPoints
 from diffusers_omni_offload.backends.masters import Masters, units_of
 from diffusers_omni_offload.backends.remarks import first_call_summary, warn_of_pageable, warn_of_plain_tensors
-from diffusers_omni_offload.backends.residency import Residency
+from diffusers_omni_offload.backends.residency import Residency, tell_of_move
 from diffusers_omni_offload.config import OffloadConfig
 from diffusers_omni_offload.messages import logger
 from diffusers_omni_offload.platform import on_device, platform_for, return_freed_host_memory
@@ -127,6 +127,7 @@ class PlanBackend(OffloadBackend):
         """`disable` for a caller that keeps calls out itself."""
         with ExitStack() as steps, on_device(self.device):
             steps.callback(self._forget)
+            steps.callback(tell_of_move, [child for _, module in self.components for child in module.modules()])
             steps.callback(self.residency.move_to_host)
             for master in self.masters:
                 steps.callback(master.release)
@@ -159,6 +160,7 @@ class PlanBackend(OffloadBackend):
         self.masters.pack(units, self.residency.leaves, undo)
         self.residency.place(self.masters.held(), undo)
         return_freed_host_memory()
+        tell_of_move(module for component in components for module in component.module.modules())
 
         undo.callback(self._release_device)
         for stack in plan.stacks:
@@ -225,7 +227,8 @@ class PlanBackend(OffloadBackend):
             run=lambda function, args, kwargs: self._run_component(path, function, args, kwargs),
             is_inside=lambda: stage.is_inside and self.scope.is_open,
         )
-        self.components.attach(path, module, undo, lambda: self._announce(stage), entries)
+        moves_itself = isinstance(stage, OnDemandStage)
+        self.components.attach(path, module, undo, lambda: self._announce(stage), entries, moves_itself=moves_itself)
 
     def _not_borrowed(self, plan: ResolvedPlan) -> list[ResolvedComponent]:
         """The components that no other backend looks after: those it places and hooks for both."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
 
@@ -82,6 +82,18 @@ class Residency:
                 if id(module) not in seen:
                     seen.add(id(module))
                     yield child_path, module
+
+
+def tell_of_move(modules: Iterable[nn.Module]) -> None:
+    """Tell modules that override `_apply`, to keep state of their own in step with moves, that their tensors moved."""
+    for module in modules:
+        override = type(module)._apply
+        if override is not nn.Module._apply and override is not nn.RNNBase._apply:
+            override(module, _same)
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def require_placeable(leaves: list[Leaf], device: torch.device) -> None:

@@ -6,6 +6,7 @@ needs the room or the call ends. Nothing is ever copied back: the host's copy is
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -131,7 +132,7 @@ class PackedStage(Stage):
 
 
 class OnDemandStage(Stage):
-    """A component that moves itself: it has `load_to_device` and `offload_to_cpu`.
+    """A component that moves itself: it has `load_to_device`, which may take the device, and `offload_to_cpu`.
 
     Args:
         path: the component's path.
@@ -155,7 +156,8 @@ class OnDemandStage(Stage):
 
     def load(self) -> None:
         self._is_loaded = True
-        self._module.load_to_device()
+        takes_device = bool(inspect.signature(self._module.load_to_device).parameters)
+        self._module.load_to_device(*([self._device] if takes_device else []))
 
     def give_up(self) -> None:
         if self._is_loaded:

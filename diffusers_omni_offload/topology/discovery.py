@@ -233,6 +233,10 @@ def _declared_module(
     try:
         module = lookup(pipeline, path)
     except MissingPathError as error:
+        if not is_own and not error.found:
+            # A modular pipeline that was made for one workflow has no attribute for the components of the others.
+            findings.note(f"{source} declares {path!r} ({role}), which this {type(pipeline).__name__} doesn't have.")
+            return None
         report(f"{source} declares {path!r} ({role}), but {error}; correct the path or leave it out.")
         return None
     if module is None:
