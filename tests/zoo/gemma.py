@@ -112,3 +112,24 @@ def t5gemma2_encoder(hidden: int = 32) -> Any:
     )
     torch.manual_seed(62)
     return T5Gemma2Encoder(config).eval()
+
+
+def t5gemma_encoder(hidden: int = 32) -> Any:
+    """A `T5GemmaEncoderModel`."""
+    from transformers import T5GemmaConfig, T5GemmaEncoderModel
+
+    module = {
+        "vocab_size": GEMMA_VOCABULARY,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "query_pre_attn_scalar": 8,
+        "sliding_window": 64,
+        "max_position_embeddings": 512,
+    }
+    config = T5GemmaConfig(encoder=module, decoder=module, is_encoder_decoder=False, vocab_size=GEMMA_VOCABULARY)
+    torch.manual_seed(63)
+    return T5GemmaEncoderModel(config).eval()
