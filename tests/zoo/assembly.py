@@ -7,8 +7,6 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
 from tests.zoo.building import generator
 from tests.zoo.registry import Arguments, pipeline
 
@@ -42,13 +40,3 @@ def _builder(make: Callable[[type], Any], class_name: str, fixed: Mapping[str, A
         return make(getattr(diffusers, class_name)), arguments(**fixed)
 
     return build
-
-
-def seeding_all(call: Arguments) -> Arguments:
-    """As `call`, and seeds the global generators, which some pipelines draw from beside the one they are given."""
-
-    def seeded() -> dict[str, Any]:
-        torch.manual_seed(0)
-        return call()
-
-    return seeded

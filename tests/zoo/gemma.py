@@ -79,3 +79,57 @@ def gemma3(hidden: int = 16) -> Any:
     )
     torch.manual_seed(61)
     return Gemma3ForConditionalGeneration(config).eval()
+
+
+def t5gemma2_encoder(hidden: int = 32) -> Any:
+    """A `T5Gemma2Encoder`, whose vision tower sees four patches a picture."""
+    from transformers import T5Gemma2EncoderConfig
+    from transformers.models.t5gemma2.modeling_t5gemma2 import T5Gemma2Encoder
+
+    config = T5Gemma2EncoderConfig(
+        text_config={
+            "vocab_size": GEMMA_VOCABULARY,
+            "hidden_size": hidden,
+            "intermediate_size": 2 * hidden,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "query_pre_attn_scalar": 8,
+            "sliding_window": 64,
+            "max_position_embeddings": 512,
+            "dropout_rate": 0.0,
+        },
+        vision_config={
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+        mm_tokens_per_image=4,
+    )
+    torch.manual_seed(62)
+    return T5Gemma2Encoder(config).eval()
+
+
+def t5gemma_encoder(hidden: int = 32) -> Any:
+    """A `T5GemmaEncoderModel`."""
+    from transformers import T5GemmaConfig, T5GemmaEncoderModel
+
+    module = {
+        "vocab_size": GEMMA_VOCABULARY,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "query_pre_attn_scalar": 8,
+        "sliding_window": 64,
+        "max_position_embeddings": 512,
+    }
+    config = T5GemmaConfig(encoder=module, decoder=module, is_encoder_decoder=False, vocab_size=GEMMA_VOCABULARY)
+    torch.manual_seed(63)
+    return T5GemmaEncoderModel(config).eval()

@@ -67,6 +67,7 @@ def depth_estimator() -> tuple[Any, Any]:
         neck_hidden_sizes=[4, 8, 8, 8],
         fusion_hidden_size=8,
         head_in_index=-1,
+        initializer_range=0.2,
     )
     model = build(DPTForDepthEstimation, 53, config=config)
     # Else its last ReLU would make everything equally deep: zero.

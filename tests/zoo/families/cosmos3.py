@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
+from tests.tiny import build_cosmos3_omni
 from tests.tiny.transformers import cosmos3_omni_transformer
 from tests.zoo.building import normal
-from tests.zoo.registry import Arguments, transformer
+from tests.zoo.registry import Arguments, pipeline, transformer
 
 
 @transformer("Cosmos3OmniTransformer")
@@ -34,3 +35,8 @@ def cosmos3() -> tuple[Any, Arguments]:
         }
 
     return cosmos3_omni_transformer(), call
+
+
+@pipeline("Cosmos3OmniPipeline")
+def cosmos3_pipeline() -> tuple[Any, Arguments]:
+    return build_cosmos3_omni()

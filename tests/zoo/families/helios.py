@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
+from tests.zoo.assembly import arguments, assemble
 from tests.zoo.building import build, normal
-from tests.zoo.registry import Arguments, transformer
+from tests.zoo.families.wan import WAN_CALL, wan_components
+from tests.zoo.registry import Arguments, pipeline, transformer
 
 
 def helios_transformer() -> Any:
@@ -44,3 +46,31 @@ def helios() -> tuple[Any, Arguments]:
         }
 
     return helios_transformer(), call
+
+
+# Two chunks, the second of which sees the first one.
+_CALL = {
+    **{name: value for name, value in WAN_CALL.items() if name != "num_inference_steps"},
+    "height": 32,
+    "width": 32,
+    "num_frames": 9,
+    "num_latent_frames_per_chunk": 2,
+}
+
+
+@pipeline("HeliosPipeline")
+def helios_pipeline() -> tuple[Any, Arguments]:
+    from diffusers import HeliosPipeline, HeliosScheduler
+
+    components = {**wan_components(), "scheduler": HeliosScheduler(stage_range=[0, 1], stages=1)}
+    pipe = assemble(HeliosPipeline, components, transformer=helios_transformer())
+    return pipe, arguments(**_CALL, num_inference_steps=2)
+
+
+@pipeline("HeliosPyramidPipeline")
+def helios_pyramid_pipeline() -> tuple[Any, Arguments]:
+    from diffusers import HeliosPyramidPipeline, HeliosScheduler
+
+    components = {**wan_components(), "scheduler": HeliosScheduler(stages=2, stage_range=[0, 1 / 2, 1])}
+    pipe = assemble(HeliosPyramidPipeline, components, transformer=helios_transformer())
+    return pipe, arguments(**_CALL, pyramid_num_inference_steps_list=[1, 2])

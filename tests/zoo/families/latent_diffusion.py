@@ -47,7 +47,7 @@ register_all(
             "width": 64,
             "num_inference_steps": 2,
             "guidance_scale": 5.0,
-            "output_type": "np",
+            "output_type": "pt",
         }
     },
 )

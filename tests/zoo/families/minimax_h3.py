@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
+from tests.tiny import build_minimax_h3
 from tests.tiny.transformers import minimax_h3_transformer
 from tests.zoo.building import normal
-from tests.zoo.registry import Arguments, transformer
+from tests.zoo.registry import Arguments, pipeline, transformer
 
 
 @transformer("MiniMaxH3Transformer3DModel")
@@ -37,3 +38,8 @@ def minimax_h3() -> tuple[Any, Arguments]:
         }
 
     return minimax_h3_transformer(), call
+
+
+@pipeline("MiniMaxH3ModularPipeline")
+def minimax_h3_pipeline() -> tuple[Any, Arguments]:
+    return build_minimax_h3()

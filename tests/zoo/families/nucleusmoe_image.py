@@ -7,8 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.tiny.pipelines import flow_scheduler
+from tests.tiny.text_encoders import qwen3_vl
+from tests.tiny.vaes import qwen_image_vae
+from tests.zoo.assembly import arguments
 from tests.zoo.building import build, generator, normal
-from tests.zoo.registry import Arguments, transformer
+from tests.zoo.processors import qwen3_vl_processor
+from tests.zoo.registry import Arguments, pipeline, transformer
 
 
 def nucleusmoe_image_dit() -> Any:
@@ -42,7 +47,7 @@ def nucleusmoe_image_dit() -> Any:
 
 @transformer("NucleusMoEImageTransformer2DModel")
 def nucleusmoe_image_transformer() -> tuple[nn.Module, Arguments]:
-    def arguments() -> dict[str, Any]:
+    def inputs() -> dict[str, Any]:
         return {
             "hidden_states": normal(1, 16, 16),
             "img_shapes": [(1, 4, 4)],
@@ -51,4 +56,29 @@ def nucleusmoe_image_transformer() -> tuple[nn.Module, Arguments]:
             "timestep": torch.tensor([0.7]),
         }
 
-    return nucleusmoe_image_dit(), arguments
+    return nucleusmoe_image_dit(), inputs
+
+
+@pipeline("NucleusMoEImagePipeline")
+def nucleusmoe_image() -> tuple[Any, Arguments]:
+    from diffusers import NucleusMoEImagePipeline
+
+    pipe = NucleusMoEImagePipeline(
+        transformer=nucleusmoe_image_dit(),
+        scheduler=flow_scheduler(),
+        vae=qwen_image_vae(),
+        text_encoder=qwen3_vl(32, 3),
+        processor=qwen3_vl_processor(),
+    )
+    call = arguments(
+        prompt="a cat",
+        negative_prompt="bad",
+        height=32,
+        width=32,
+        num_inference_steps=2,
+        guidance_scale=4.0,
+        max_sequence_length=256,
+        return_index=-2,
+        output_type="np",
+    )
+    return pipe, call

@@ -9,9 +9,10 @@ from torch import nn
 
 from tests import tiny
 from tests.tiny.transformers import qwen_image_transformer
-from tests.zoo.assembly import arguments, assemble, seeding_all
+from tests.zoo.assembly import arguments, assemble
 from tests.zoo.building import build, masked_half, normal, picture
 from tests.zoo.registry import Arguments, pipeline, transformer
+from tests.zoo.seeding import seeded
 
 
 @transformer("QwenImageTransformer2DModel")
@@ -97,4 +98,4 @@ def qwen_image_controlnet_inpaint() -> tuple[Any, Arguments]:
     with_mask = controlnet(extra_condition_channels=4)
     pipe = assemble(QwenImageControlNetInpaintPipeline, qwen_image()[0].components, controlnet=with_mask)
     call = qwen_image_call(control_image=picture(), control_mask=masked_half(), height=32, width=32)
-    return pipe, seeding_all(call)
+    return pipe, seeded(call)

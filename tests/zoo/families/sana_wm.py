@@ -6,9 +6,12 @@ from typing import Any
 
 import torch
 
-from tests.zoo.building import build, normal
-from tests.zoo.families.ltx2 import LTX2
-from tests.zoo.registry import Arguments, transformer
+from tests.tiny.pipelines import flow_scheduler
+from tests.zoo.assembly import arguments, assemble
+from tests.zoo.building import build, normal, picture
+from tests.zoo.families.ltx2 import LTX2, ltx2_components, ltx2_vae
+from tests.zoo.gemma import gemma2, gemma_tokenizer
+from tests.zoo.registry import Arguments, pipeline, transformer
 
 
 def sana_wm_transformer(**config: Any) -> Any:
@@ -75,3 +78,44 @@ def sana_wm_refiner() -> tuple[Any, Arguments]:
         }
 
     return model, call
+
+
+@pipeline("SanaWMPipeline")
+def sana_wm_pipeline() -> tuple[Any, Arguments]:
+    from diffusers import SanaWMPipeline
+
+    pipe = SanaWMPipeline(
+        tokenizer=gemma_tokenizer(),
+        text_encoder=gemma2(32),
+        vae=ltx2_vae(),
+        # Six Pluecker coordinates for each of the four frames that are one latent frame.
+        transformer=sana_wm_transformer(chunk_plucker_channels=24),
+        scheduler=flow_scheduler(),
+    )
+    return pipe, arguments(
+        image=picture(),
+        prompt="a street",
+        negative_prompt="bad",
+        action="w-5,jw-4",
+        intrinsics=[32.0, 32.0, 16.0, 16.0],
+        height=32,
+        width=32,
+        num_frames=9,
+        num_inference_steps=2,
+        guidance_scale=3.0,
+        max_sequence_length=32,
+        chi_prompt=["Scene:"],
+        output_type="np",
+    )
+
+
+@pipeline("SanaWMLTX2Refiner")
+def sana_wm_refiner_pipeline() -> tuple[Any, Arguments]:
+    """Two blocks of frames, each with the keys and values of what came before."""
+    from diffusers import SanaWMLTX2Refiner
+
+    components = {**ltx2_components(), "transformer": sana_wm_refiner_transformer()}
+    pipe = assemble(SanaWMLTX2Refiner, components, text_max_sequence_length=16)
+    return pipe, arguments(
+        sana_latent=normal(1, 4, 3, 4, 4), prompt="a street", fps=16.0, block_size=1, sigmas=(0.9, 0.5, 0.0)
+    )

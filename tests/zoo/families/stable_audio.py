@@ -6,8 +6,12 @@ from typing import Any
 
 import torch
 
+from diffusers_omni_offload.demo.tiny_wan import t5_tokenizer
+from tests.tiny import text_encoders
+from tests.zoo.assembly import arguments
 from tests.zoo.building import build, normal
-from tests.zoo.registry import Arguments, transformer
+from tests.zoo.oobleck import oobleck_vae
+from tests.zoo.registry import Arguments, pipeline, transformer
 
 
 def stable_audio_transformer(channels: int = 4) -> Any:
@@ -44,3 +48,30 @@ def stable_audio() -> tuple[Any, Arguments]:
         }
 
     return stable_audio_transformer(), call
+
+
+@pipeline("StableAudioPipeline")
+def stable_audio_pipeline() -> tuple[Any, Arguments]:
+    from diffusers import EDMDPMSolverMultistepScheduler, StableAudioPipeline
+    from diffusers.pipelines.stable_audio import StableAudioProjectionModel
+
+    pipe = StableAudioPipeline(
+        vae=oobleck_vae(4),
+        text_encoder=text_encoders.t5_encoder(32),
+        projection_model=build(
+            StableAudioProjectionModel, 96, text_encoder_dim=32, conditioning_dim=32, min_value=0, max_value=32
+        ),
+        tokenizer=t5_tokenizer(16),
+        transformer=stable_audio_transformer(4),
+        scheduler=EDMDPMSolverMultistepScheduler(
+            solver_order=2, prediction_type="v_prediction", sigma_data=1.0, sigma_schedule="exponential"
+        ),
+    )
+    return pipe, arguments(
+        prompt="a hammer hits wood",
+        negative_prompt="bad",
+        audio_end_in_s=2.0,
+        num_inference_steps=2,
+        guidance_scale=3.0,
+        output_type="np",
+    )

@@ -10,9 +10,10 @@ from torch import nn
 from tests import tiny
 from tests.tiny.transformers import sd3_transformer
 from tests.tiny.vaes import kl_vae
-from tests.zoo.assembly import arguments, assemble, seeding_all
+from tests.zoo.assembly import arguments, assemble
 from tests.zoo.building import build, masked_half, normal, picture
 from tests.zoo.registry import Arguments, pipeline, transformer
+from tests.zoo.seeding import seeded
 
 
 @transformer("SD3Transformer2DModel")
@@ -120,7 +121,7 @@ def sd3_controlnet() -> tuple[Any, Arguments]:
     from diffusers import StableDiffusion3ControlNetPipeline
 
     pipe = sd3_pipeline(StableDiffusion3ControlNetPipeline, controlnet=controlnet())
-    return pipe, seeding_all(sd3_call(control_image=picture(16, 16)))
+    return pipe, seeded(sd3_call(control_image=picture(16, 16)))
 
 
 @pipeline("StableDiffusion3ControlNetInpaintingPipeline")
@@ -128,7 +129,7 @@ def sd3_controlnet_inpainting() -> tuple[Any, Arguments]:
     from diffusers import StableDiffusion3ControlNetInpaintingPipeline
 
     pipe = sd3_pipeline(StableDiffusion3ControlNetInpaintingPipeline, controlnet=controlnet(1))
-    return pipe, seeding_all(sd3_call(control_image=picture(16, 16), control_mask=masked_half(16, 16)))
+    return pipe, seeded(sd3_call(control_image=picture(16, 16), control_mask=masked_half(16, 16)))
 
 
 @pipeline("StableDiffusion3PAGPipeline")

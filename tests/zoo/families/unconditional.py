@@ -13,6 +13,8 @@ from tests.zoo.registry import Arguments, transformer
 from tests.zoo.stable_diffusion import ddim_scheduler
 
 CALL: dict[str, Any] = {"num_inference_steps": 2, "output_type": "np"}
+TENSORS: dict[str, Any] = {"num_inference_steps": 2, "output_type": "pt"}
+"""For pipelines whose arrays would have to be float32 from the start."""
 
 
 def plain_unet(seed: int = 121, **changes: Any) -> Any:
@@ -73,5 +75,5 @@ def enlarging(pipeline_class: type) -> Any:
 
 
 register_all(denoising, {"DDPMPipeline": CALL, "DDIMPipeline": {**CALL, "eta": 0.5}})
-register_all(consistent, {"ConsistencyModelPipeline": {**CALL, "class_labels": 3}})
-register_all(enlarging, {"LDMSuperResolutionPipeline": {**CALL, "image": picture()}})
+register_all(consistent, {"ConsistencyModelPipeline": {**TENSORS, "class_labels": 3}})
+register_all(enlarging, {"LDMSuperResolutionPipeline": {**TENSORS, "image": picture()}})
