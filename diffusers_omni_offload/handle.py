@@ -147,7 +147,7 @@ class OffloadHandle:
         state = "enabled" if self.is_enabled() else "disabled"
         return (
             f"<OffloadHandle {state}: {self.loads} loads, "
-            f"{self.demand_loads} of them on demand, {format_bytes(self.bytes_moved)} moved, "
+            f"{self.demand_loads} of them on demand, {self.swaps} swaps, {format_bytes(self.bytes_moved)} moved, "
             f"{format_bytes(self.device_bytes)} of slots, "
             f"{format_bytes(self.pinned_bytes)} pinned\n{self.plan}>"
         )

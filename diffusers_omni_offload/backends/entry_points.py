@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from diffusers_omni_offload import hooks
+from diffusers_omni_offload.declarations import a_type
 from diffusers_omni_offload.topology.paths import MissingPathError, lookup
 
 #: Methods of diffusers' and transformers' models that pipelines call.
@@ -62,24 +63,6 @@ class EntryPoints:
         self._methods: list[tuple[nn.Module, str, Any, Any]] = []
         self._parts: list[nn.Module] = []
 
-    def check(self) -> None:
-        """Refuse declared methods that aren't there.
-
-        Raises:
-            ValueError: it names the method.
-        """
-        for name in self._declared:
-            try:
-                method = lookup(self._module, name)
-            except MissingPathError as error:
-                raise ValueError(
-                    f"The offload plan names the entry point {name!r} of {self._path!r}, but {error}; correct it."
-                ) from None
-            if not callable(method):
-                raise ValueError(
-                    f"The entry point {name!r} of {self._path!r} can't be called; correct the offload plan."
-                )
-
     def install(self) -> None:
         """Stand in every way."""
         known = [name for name in KNOWN_METHODS if callable(getattr(type(self._module), name, None))]
@@ -91,6 +74,8 @@ class EntryPoints:
             self._methods.append((owner, method, before, ours))
             vars(owner)[method] = ours
         for name, part in _parts(self._module):
+            if hooks.owned_hook(part, hooks.ENTRY_HOOK) is not None:
+                continue  # Another component that is swapped holds it, too.
             self._parts.append(part)
             hook = hooks.EntryHook(f"{self._path}.{name}", self._device, self._run, self._is_inside)
             hooks.install_innermost(part, hook, hooks.ENTRY_HOOK)
@@ -116,6 +101,25 @@ class EntryPoints:
             return self._run(method, args, hooks.move_to_device(kwargs, self._device))
 
         return entered
+
+
+def require_methods(module: nn.Module, path: str, declared: Sequence[str]) -> None:
+    """Refuse declared entry points that aren't there.
+
+    Raises:
+        ValueError: it names the method.
+    """
+    for name in declared:
+        try:
+            method = lookup(module, name)
+        except MissingPathError as error:
+            raise ValueError(
+                f"The offload plan names the entry point {name!r} of {path!r}, but {error}; correct it."
+            ) from None
+        if not callable(method) or isinstance(method, nn.Module):
+            raise ValueError(
+                f"The entry point {name!r} of {path!r} is {a_type(method)} and not a method; correct the offload plan."
+            )
 
 
 def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

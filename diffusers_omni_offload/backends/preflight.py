@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from diffusers_omni_offload import hooks
+from diffusers_omni_offload.backends.entry_points import require_methods
 from diffusers_omni_offload.backends.masters import Unit, units_of
 from diffusers_omni_offload.backends.residency import require_placeable
 from diffusers_omni_offload.backends.sharing import shared_leaves
@@ -148,7 +149,7 @@ def require_ready(plan: ResolvedPlan, device: torch.device) -> None:
     Raises:
         RuntimeError: another offload is on, or the pipeline is spread over devices.
         TypeError: a component is quantized, or a weight is a tensor subclass.
-        ValueError: a weight is on the meta device.
+        ValueError: a weight is on the meta device, or a declared entry point isn't there.
     """
     for component in plan.components:
         owner = hooks.foreign_offload(list(component.module.modules()))
@@ -169,6 +170,8 @@ def require_ready(plan: ResolvedPlan, device: torch.device) -> None:
                 f"{path} is quantized ({quantizer}), and quantized weights can't be offloaded yet. "
                 "Load it unquantized, or leave it out of `components`."
             )
+    for path in (*plan.swapped, *plan.on_demand):
+        require_methods(plan.module(path), path, plan.entry_points.get(path, ()))
     offloaded = {id(leaf.tensor) for path in plan.on_demand for leaf in find_leaves(plan.module(path), path)}
     for unit in units_of(plan):
         for leaf in unit.leaves():

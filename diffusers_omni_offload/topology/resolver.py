@@ -97,19 +97,21 @@ class _Resolver:
     def _check_plan_paths(self) -> None:
         """A path in the plan that no component list has is a slip of its author."""
         dits, encoders = self.discovery.declared["dit"], self.discovery.declared["encoder"]
+        every_path = tuple(path for paths in self.discovery.declared.values() for path in paths)
         fields = (
             ("block_attrs", self.plan.block_attrs, dits, "_dit_modules"),
             ("resident_dit_paths", self.plan.resident_dit_paths, dits, "_dit_modules"),
             ("encoder_block_attrs", self.plan.encoder_block_attrs, encoders, "_encoder_modules"),
             ("encoder_component_types", self.plan.encoder_component_types, encoders, "_encoder_modules"),
             ("encoder_dlo_weight_replication", self.plan.encoder_dlo_weight_replication, encoders, "_encoder_modules"),
+            ("entry_points", self.plan.entry_points, every_path, "its component lists"),
         )
         for field, paths, known, attribute in fields:
             for path in paths:
                 if path not in known:
                     self.findings.problem(
-                        f"The offload plan of {self.discovery.source} has {path!r} in {field}, but {attribute} has "
-                        f"only {', '.join(known) or 'nothing'}; add it there or take it out of the plan."
+                        f"The offload plan of {self.discovery.source} has {path!r} in {field}, but {attribute} "
+                        f"{'have' if field == 'entry_points' else 'has'} only {', '.join(known) or 'nothing'}; add it there or take it out of the plan."
                     )
 
     def _collect_on_demand(self) -> None:
