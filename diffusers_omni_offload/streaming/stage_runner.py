@@ -35,6 +35,7 @@ class StageRunner:
         """Look once more, at each stage's next entry, at what it does to its weights."""
         self._inspected.clear()
 
+    @torch.compiler.disable
     def run(self, stage: Stage, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """`function(*args, **kwargs)`, an entry point of the stage, with its weights on the device.
 
