@@ -207,7 +207,7 @@ def test_a_component_of_another_kind_is_streamed_by_its_lists_if_it_is_chosen(na
 def test_no_dit_that_could_be_recognised() -> None:
     pipe = undeclared("Strange", net=DiT(blocks=3), vae=DiT(blocks=2))
     refuses(
-        ["Strange has no DiT", "net (DiT), vae (DiT)", "_dit_modules", "register_adapter"], pipe, layer(), ValueError
+        ["Strange has no DiT", "vae (DiT), net (DiT)", "_dit_modules", "register_adapter"], pipe, layer(), ValueError
     )
 
 

@@ -72,8 +72,9 @@ class Choices:
             declared = ", ".join(discovery.declared["dit"])
             what = f"none of {declared} is loaded" if declared else "none is declared"
             self._findings.problem(
-                f"{self._name} has no DiT to offload: {what} ({discovery.source}). Declare its denoising modules in "
-                "_dit_modules, on its class or on an adapter (register_adapter), or load one."
+                f"{self._name} has no DiT to offload: {what} ({discovery.source}). Its components are "
+                f"{self._listed()}. Declare the denoising modules in _dit_modules, on its class or on an adapter "
+                "(register_adapter), or load one."
             )
             return f"{self._name} has no DiT"
         if self._findings.explicit and not config.is_default:
@@ -98,6 +99,10 @@ class Choices:
                 found.append(component.path)
         return tuple(found)
 
+    def _listed(self) -> str:
+        named = (f"{component.path} ({type(component.module).__name__})" for component in self._discovery.components)
+        return ", ".join(named) or "no modules"
+
     def _check_paths(self) -> None:
         paths = [component.path for component in self._discovery.components]
         for name in self._config.choices:
@@ -117,7 +122,7 @@ class Choices:
         for kind in ENCODER_COMPONENT_TYPES:
             if self._config.selects(kind) and not self.declared_encoders(kind):
                 raise ValueError(
-                    f"components has {kind!r}, but {self._name} declares no such encoder ({self._discovery.source} has "
+                    f"components has {kind!r}, but {self._name} declares no such encoder ({self._discovery.source}: "
                     f"{', '.join(self._discovery.declared['encoder']) or 'no encoders'}); leave it out."
                 )
         if self._config.selects("vae") and not self._discovery.loaded("vae"):

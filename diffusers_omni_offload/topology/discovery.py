@@ -76,7 +76,7 @@ def discover(
         found = guess(pipeline, modules, plan)
         declared, plan = found.declared, found.plan
         kept.update(found.shared)
-        source = f"the names of its components: {_listed(modules)}"
+        source = "the names of its components"
         findings.say_once("guess", type(pipeline), found.summary)
     else:
         source = f"a scan of {type(pipeline).__name__} for well-known names"
@@ -198,10 +198,6 @@ def _declaring(pipeline: Any, declarations: type | None) -> tuple[Any, str]:
     if declarations is not None:
         return declarations, getattr(declarations, "__name__", type(declarations).__name__)
     return None, ""
-
-
-def _listed(modules: list[tuple[str, nn.Module]]) -> str:
-    return ", ".join(f"{path} ({type(module).__name__})" for path, module in modules) or "it holds no modules"
 
 
 def _read_plan(owner: Any, source: str) -> OffloadPlan:
