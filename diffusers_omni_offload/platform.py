@@ -73,6 +73,12 @@ class Platform:
         """Wait on the host for all of the device's work."""
         torch.accelerator.synchronize(self.device)
 
+    def return_freed_memory(self) -> None:
+        """Give memory that torch's allocator keeps in reserve back to the device, as far as the platform can."""
+        empty_cache = getattr(self.module, "empty_cache", None)
+        if empty_cache is not None:
+            empty_cache()
+
     def free_bytes(self) -> int:
         """Bytes that a new allocation could take: the device's free memory and what torch holds in reserve."""
         free, _ = torch.accelerator.get_memory_info(self.device)
@@ -151,6 +157,8 @@ class CpuPlatform(Platform):
         return False
 
     def synchronize(self) -> None: ...
+
+    def return_freed_memory(self) -> None: ...
 
     def free_bytes(self) -> int:
         return available_host_bytes()

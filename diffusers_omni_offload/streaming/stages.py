@@ -213,9 +213,9 @@ class Stages:
     def make_room(self, group: str, newcomer: Stage | None = None) -> None:
         """Before something of this group runs: its rivals leave the device, but for those that are running."""
         rivals = self._rivals.get(group, ())
-        for stage in self:
-            if stage.is_loaded and stage is not newcomer and not stage.is_inside and stage.group in rivals:
-                stage.give_up()
+        self._give_up(
+            stage for stage in self if stage is not newcomer and not stage.is_inside and stage.group in rivals
+        )
 
     def bring(self, stage: Stage) -> None:
         """Have a stage's weights on the device, as they are now."""
@@ -239,4 +239,13 @@ class Stages:
         """Nothing is running: every stage leaves the device."""
         for stage in self:
             stage.is_inside = False
+        self._give_up(self)
+
+    def _give_up(self, stages: Iterable[Stage]) -> None:
+        leaving = [stage for stage in stages if stage.is_loaded]
+        for stage in leaving:
             stage.give_up()
+        if leaving:
+            # A component's buffer is one large allocation. Kept in reserve, it would be cut up for small ones that stay,
+            # and then neither serve the next component nor go back.
+            self._streamer.platform.return_freed_memory()
