@@ -141,7 +141,7 @@ class OffloadHandle:
         """The pipeline is gone: keep nothing of it."""
         self._last_counters = replace(self._counters, device_bytes=0, pinned_bytes=0)
         self._backend, self._modules = None, {}
-        self.plan = replace(self.plan, components=(), stacks=())
+        self.plan = replace(self.plan, components=(), stacks=(), swapped=(), on_demand=())
 
     def __repr__(self) -> str:
         state = "enabled" if self.is_enabled() else "disabled"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, cast
@@ -10,6 +9,8 @@ from typing import Any, NoReturn, cast
 import torch
 from diffusers.hooks.hooks import HookFunctionReference, HookRegistry, ModelHook
 from torch import nn
+
+from diffusers_omni_offload.nested import any_tensor, map_tensors
 
 BLOCK_HOOK = "omni_offload_block"
 COMPONENT_HOOK = "omni_offload_component"
@@ -152,40 +153,12 @@ class ExecutionDeviceHook:
 
 
 def move_to_device(value: Any, device: torch.device) -> Any:
-    """Tensors in `value` moved to `device`: in tuples, lists, mappings and dataclasses; anything else as it is.
-
-    A container whose tensors are there already is returned as the same object.
-    """
-    if isinstance(value, torch.Tensor):
-        return value if value.device == device else value.to(device)
-    if isinstance(value, (str, bytes, int, float, bool, type(None))):
-        return value
-    if isinstance(value, (tuple, list)):
-        moved = [move_to_device(item, device) for item in value]
-        if all(new is old for new, old in zip(moved, value, strict=True)):
-            return value
-        return type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)
-    if isinstance(value, Mapping):
-        items = {key: move_to_device(item, device) for key, item in value.items()}
-        if all(items[key] is value[key] for key in items):
-            return value
-        if type(value) is dict:
-            return items
-        return value.to(device) if hasattr(value, "to") else _rebuild(value, items)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
-        moved_fields = {name: move_to_device(item, device) for name, item in fields.items()}
-        if all(moved_fields[name] is fields[name] for name in fields):
-            return value
-        return dataclasses.replace(value, **moved_fields)
-    return value
-
-
-def _rebuild(value: Mapping[str, Any], items: dict[str, Any]) -> Any:
-    try:
-        return type(value)(items)  # type: ignore[call-arg]
-    except TypeError:
-        return type(value)(**items)
+    """`value` with the tensors in it moved to `device`; one whose tensors are there already is the same object."""
+    if isinstance(value, Mapping) and type(value) is not dict and hasattr(value, "to"):
+        # What tokenizers and processors return knows how to move itself.
+        is_elsewhere = any_tensor(value, lambda tensor: tensor.device != device)
+        return value.to(device) if is_elsewhere else value
+    return map_tensors(value, lambda tensor: tensor if tensor.device == device else tensor.to(device))
 
 
 def install_innermost(module: nn.Module, hook: BlockHook | ComponentHook | EntryHook, name: str) -> None:

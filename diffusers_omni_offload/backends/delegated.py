@@ -103,5 +103,5 @@ class DelegatedBackend(PlanBackend):
 
 
 def _takes(pipeline: SupportsModelCpuOffload, name: str) -> bool:
-    parameters = inspect.signature(pipeline.enable_omni_model_cpu_offload).parameters.values()
-    return any(parameter.name == name or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    """Whether it has a parameter of this name; one that takes any keyword may ignore it."""
+    return name in inspect.signature(pipeline.enable_omni_model_cpu_offload).parameters

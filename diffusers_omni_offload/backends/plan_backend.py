@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from diffusers_omni_offload import hooks
 from diffusers_omni_offload.backends import preflight
 from diffusers_omni_offload.backends.base import Counters, OffloadBackend
+from diffusers_omni_offload.backends.component_runner import ComponentRunner
 from diffusers_omni_offload.backends.components import ManagedComponents, foreign_message
 from diffusers_omni_offload.backends.entry_points import EntryPoints
 from diffusers_omni_offload.backends.masters import Masters, units_of
@@ -24,7 +26,6 @@ from diffusers_omni_offload.registry import adapter_for
 from diffusers_omni_offload.streaming.runner import BlockRunner
 from diffusers_omni_offload.streaming.scope import CallScope
 from diffusers_omni_offload.streaming.shared import SharedLeaves
-from diffusers_omni_offload.streaming.stage_runner import StageRunner
 from diffusers_omni_offload.streaming.stages import RIVALS, OnDemandStage, PackedStage, Rivals, Stage, Stages
 from diffusers_omni_offload.streaming.streamer import Streamer
 from diffusers_omni_offload.topology.plan import ResolvedComponent, ResolvedPlan, format_bytes
@@ -60,14 +61,12 @@ class PlanBackend(OffloadBackend):
         self.scope = CallScope(self.streamer, self.stages, self.audit, self._after_call)
         self.masters = Masters(self.platform, self.budget)
         self.residency = Residency(self.device)
-        self.components = ManagedComponents(self.device, self, self._run_component)
+        self.runner = ComponentRunner(self.streamer, self.scope, self.stages)
+        self.components = ManagedComponents(self.device, self, self.runner.run)
         self.shared: SharedLeaves | None = None
         self._block_runner: BlockRunner | None = None
-        self._stage_runner = StageRunner(self.streamer, self.scope, self.stages)
         self._blocks: list[tuple[nn.Module, str]] = []
-        self._groups: dict[str, str] = {}
-        self._resident_paths: set[str] = set()
-        self._reported = self._said_memory_spared = False
+        self._reported = False
 
     # ------------------------------------------------------------------ lifecycle
 
@@ -161,7 +160,9 @@ class PlanBackend(OffloadBackend):
         offloaded = [*(unit.module for unit in units), *on_demand]
         for module in offloaded:
             self.residency.leave_out(module)
-        self._note_groups(plan, offloaded)
+        for component in components:
+            is_still = set(offloaded).isdisjoint(component.module.modules())
+            self.runner.add(component.path, self._group(component), is_still=is_still)
         self.masters.pack(units, self.residency.leaves, undo)
         self.residency.place(self.masters.held(), undo)
         return_freed_host_memory()
@@ -173,10 +174,13 @@ class PlanBackend(OffloadBackend):
             self.streamer.add_stack(map(self.masters.of, stack.blocks))
         self.streamer.require_slots()
         if self.masters.shared is not None:
-            self.shared = SharedLeaves(self.masters.shared, self.streamer)
+            self.shared = self.runner.shared = SharedLeaves(self.masters.shared, self.streamer)
             self.shared.require_slot()
         self._hook_blocks(plan, undo)
         self._attach_components(plan, components, undo)
+        for stage in self.stages:
+            if isinstance(stage, OnDemandStage):
+                stage.settle(undo)
 
     def _rivals(self) -> Rivals:
         """Which groups of components make room for which."""
@@ -185,15 +189,6 @@ class PlanBackend(OffloadBackend):
     def _group(self, component: ResolvedComponent) -> str:
         """What a component has in common with those that stay when it runs."""
         return component.role
-
-    def _note_groups(self, plan: ResolvedPlan, offloaded: list[nn.Module]) -> None:
-        self._groups = {component.path: self._group(component) for component in plan.components}
-        moving = set(offloaded)
-        self._resident_paths = {
-            component.path
-            for component in plan.components
-            if not any(module in moving for module in component.module.modules())
-        }
 
     def _hook_blocks(self, plan: ResolvedPlan, undo: ExitStack) -> None:
         self._block_runner = BlockRunner(self.streamer, self.scope, self.shared)
@@ -220,28 +215,35 @@ class PlanBackend(OffloadBackend):
         for path in plan.on_demand:
             if plan.module(path) not in ours:
                 part = ResolvedComponent(path, plan.module(path), "resident")
+                self.runner.add(path, part.role, is_still=False)
                 self._attach(part, OnDemandStage(path, part.role, part.module, self.device), (), undo)
 
     def _attach(
         self, component: ResolvedComponent, stage: Stage | None, methods: tuple[str, ...], undo: ExitStack
     ) -> None:
         module, path = component.module, component.path
-        self._groups.setdefault(path, component.role)
-        if stage is None:
-            before = self.spare_memory if component.role == "vae" else None
-            self.components.attach(path, module, undo, before)
-            return
-        self.stages.add(module, stage)
-        entries = EntryPoints(
-            module,
-            path,
-            self.device,
-            methods,
-            run=lambda function, args, kwargs: self._run_component(path, function, args, kwargs),
-            is_inside=lambda: stage.is_inside and self.scope.is_open,
-        )
-        moves_itself = isinstance(stage, OnDemandStage)
-        self.components.attach(path, module, undo, lambda: self._announce(stage), entries, moves_itself=moves_itself)
+        entries, moves_itself = None, isinstance(stage, OnDemandStage)
+        before = self.runner.spare_memory if component.role == "vae" else None
+        if stage is not None:
+            self.stages.add(module, stage)
+            before = partial(self.runner.announce, stage)
+        if stage is not None or self._holds_shared(module):
+            entries = EntryPoints(
+                module,
+                path,
+                self.device,
+                methods,
+                run=partial(self.runner.run, path),
+                is_inside=partial(self.runner.is_inside, path),
+            )
+        self.components.attach(path, module, undo, before, entries, moves_itself=moves_itself)
+
+    def _holds_shared(self, module: nn.Module) -> bool:
+        """Whether a component that isn't offloaded holds leaves that are."""
+        if self.masters.shared is None:
+            return False
+        shared = {id(tensor) for tensor in self.masters.shared.tensors}
+        return any(id(leaf.tensor) in shared for leaf in find_leaves(module, ""))
 
     def _not_borrowed(self, plan: ResolvedPlan) -> list[ResolvedComponent]:
         """The components that no other backend looks after: those it places and hooks for both."""
@@ -271,9 +273,9 @@ class PlanBackend(OffloadBackend):
             )
         self.residency.add(path, module)
         self.residency.place(self.masters.held(), undo)
-        self._resident_paths.add(path)
+        self.runner.add(path, "resident", is_still=True)
         # Its role isn't declared; where it is no VAE, its entry points announce themselves to nobody.
-        self.components.attach(path, module, undo, self.spare_memory)
+        self.components.attach(path, module, undo, self.runner.spare_memory)
 
     def remove_component(self, module: nn.Module) -> None:
         """Let go of a component that no pipeline needs offloaded any more: its tensors end on the CPU."""
@@ -289,34 +291,6 @@ class PlanBackend(OffloadBackend):
         self.residency.remove(module)
         kept = {id(leaf.tensor) for leaf in self.residency.leaves()}
         move_tensors([leaf.tensor for leaf in find_leaves(module, "", kept) if is_plain(leaf)], torch.device("cpu"))
-
-    def _run_component(self, path: str, function: Any, args: Any, kwargs: Any) -> Any:
-        """An entry point of a component: what has to leave the device leaves, and what it needs comes."""
-        if self.shared is None and path in self._resident_paths:
-            # It moves nothing of its own, so it needs no scope, and a worker thread may run it beside a call.
-            if self.scope.is_open:
-                self._make_room(path)
-            return function(*args, **kwargs)
-        stage = self.stages.at(path)
-        if stage is not None and stage.group == "vae":
-            self.spare_memory()
-        if stage is None:
-            with self.scope.opened(), self.shared or nullcontext():
-                self._make_room(path)
-                return function(*args, **kwargs)
-        with self.scope.opened() if self.shared else nullcontext(), self.shared or nullcontext():
-            return self._stage_runner.run(stage, function, args, kwargs)
-
-    def _make_room(self, path: str) -> None:
-        group = self._groups.get(path, "resident")
-        if group == "vae":
-            self.spare_memory()
-        else:
-            self.stages.make_room(group)
-
-    def _announce(self, stage: Stage) -> None:
-        if self.scope.is_open:
-            self.stages.announce(stage)
 
     # ------------------------------------------------------------------ calls
 
@@ -345,26 +319,12 @@ class PlanBackend(OffloadBackend):
                 self.components.require_ours_throughout()
                 self.masters.follow(stale)
                 self.residency.place(self.masters.held())
-            self._stage_runner.inspect_again()
+            self.runner.inspect_again()
             if self._block_runner is not None:
                 self._block_runner.inspect_again()
         if self.shared is not None:
             self.shared.require_slot()
         return has_changed
-
-    def spare_memory(self) -> None:
-        """Before a VAE that stays on the device: give back what is swapped in and the slots, if less than half of the
-        device's memory is free; what runs next takes them again."""
-        held = self.streamer.slots.nbytes + self.stages.nbytes
-        if not held or not self.scope.is_open or self.streamer.is_running:
-            return
-        if self.platform.free_bytes() >= self.platform.total_bytes() // 2:
-            return
-        self.streamer.release_slots()
-        self.stages.make_room("vae")
-        if not self._said_memory_spared:
-            self._said_memory_spared = True
-            logger.info("Gave %s of weights back before the VAE, since device memory is short.", format_bytes(held))
 
     def _after_call(self) -> None:
         if self._reported or not (self.streamer.loads or self.stages.swaps):

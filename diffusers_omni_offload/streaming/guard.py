@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,16 +57,3 @@ def view_message(who: str) -> str:
 def needs_gradient(tensor: torch.Tensor) -> bool:
     """Whether a tensor asks for a gradient."""
     return tensor.requires_grad
-
-
-def any_tensor(value: Any, test: Callable[[torch.Tensor], bool]) -> bool:
-    """Whether `test` holds for any tensor in `value`: a tensor, or tuples, lists, mappings and dataclasses of such."""
-    if isinstance(value, torch.Tensor):
-        return test(value)
-    if isinstance(value, (tuple, list)):
-        return any(any_tensor(item, test) for item in value)
-    if isinstance(value, Mapping):
-        return any(any_tensor(item, test) for item in value.values())
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return any(any_tensor(getattr(value, field.name, None), test) for field in dataclasses.fields(value))
-    return False

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from diffusers_omni_offload.nested import any_tensor
 from diffusers_omni_offload.streaming.guard import (
-    any_tensor,
     gradient_message,
     needs_gradient,
     refuse_unservable,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from diffusers_omni_offload.messages import logger
+from diffusers_omni_offload.nested import any_tensor, map_tensors
 from diffusers_omni_offload.streaming.guard import refuse_unservable, view_message, written_message
 from diffusers_omni_offload.streaming.scope import CallScope
 from diffusers_omni_offload.streaming.stages import PackedStage, Stage, Stages
@@ -73,6 +74,9 @@ class StageRunner:
             stage.bind()
             versions = master.versions()
             output = function(*args, **kwargs)
+            if any_tensor(output, stage.slot.holds):
+                # A view of the weights would keep all of the component on the device for as long as it lives.
+                output = map_tensors(output, lambda tensor: tensor.clone() if stage.slot.holds(tensor) else tensor)
             written = master.written_leaf(versions)
             if stage not in self._inspected:
                 written = written or master.replaced_leaf(stage.slot.buffer)

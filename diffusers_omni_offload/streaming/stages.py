@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -32,14 +33,15 @@ RIVALS: Rivals = {
 
 def largest_together(stages: Iterable[tuple[str, int]]) -> int:
     """The most bytes that stages, each given by group and size, take on the device at one time."""
-    stages = list(stages)
-    most = 0
+    sizes: dict[str, list[int]] = {}
     for group, nbytes in stages:
-        rivals = RIVALS[group]
-        # What runs, and all that it leaves there; others of its own group only if they don't make way for each other.
-        together = sum(size for other, size in stages if other not in rivals)
-        most = max(most, together + (nbytes if group in rivals else 0))
-    return most
+        sizes.setdefault(group, []).append(nbytes)
+    # Those of a group that make way for each other are there one at a time.
+    whole = {group: max(found) if group in RIVALS[group] else sum(found) for group, found in sizes.items()}
+    return max(
+        (sum(size for other, size in whole.items() if other == group or other not in RIVALS[group]) for group in whole),
+        default=0,
+    )
 
 
 class Stage(ABC):
@@ -162,6 +164,13 @@ class OnDemandStage(Stage):
         takes_device = bool(inspect.signature(self._module.load_to_device).parameters)
         self._module.load_to_device(*([self._device] if takes_device else []))
 
+    def settle(self, undo: ExitStack) -> None:
+        """Have the component on the host, where it belongs until it is entered; `undo` gets the way back first."""
+        device = self._device
+        if any(tensor.device == device for tensor in (*self._module.parameters(), *self._module.buffers())):
+            undo.callback(self.load)
+            self._module.offload_to_cpu()
+
     def give_up(self) -> None:
         if self._is_loaded:
             self._is_loaded = False
@@ -246,6 +255,6 @@ class Stages:
         for stage in leaving:
             stage.give_up()
         if leaving:
-            # A component's buffer is one large allocation. Kept in reserve, it would be cut up for small ones that stay,
-            # and then neither serve the next component nor go back.
+            # A component's buffer is one large allocation. Kept in reserve, it would be cut up for small ones that
+            # stay, and then neither serve the next component nor go back.
             self._streamer.platform.return_freed_memory()

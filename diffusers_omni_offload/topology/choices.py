@@ -68,7 +68,8 @@ class Choices:
         """
         self._check_paths()
         discovery, config = self._discovery, self._config
-        if config.selects("dit") and not discovery.loaded("dit"):
+        has_others = config.is_default and bool(discovery.loaded("encoder"))
+        if config.selects("dit") and not discovery.loaded("dit") and not has_others:
             declared = ", ".join(discovery.declared["dit"])
             what = f"none of {declared} is loaded" if declared else "none is declared"
             self._findings.problem(
@@ -86,9 +87,20 @@ class Choices:
         return None
 
     def swapped(self) -> tuple[str, ...]:
-        """The paths of the components to swap as wholes; one that lies inside another moves with that."""
+        """The paths of the components to swap as wholes; one that lies inside another moves with that.
+
+        Raises:
+            ValueError: a part of such a component was chosen to be resident.
+        """
         chosen = [component for component in self._discovery.components if self.of(component) == "module"]
         found = []
+        for component in self._discovery.components:
+            outer = next((other for other in chosen if other is not component and _is_within(component, other)), None)
+            if outer is not None and self._config.choices.get(component.path) == "resident":
+                raise ValueError(
+                    f"components keeps {component.path!r} resident, which is a part of {outer.path!r} and can't stay "
+                    "when that is swapped as a whole; leave it out."
+                )
         for component in chosen:
             outer = next((other for other in chosen if other is not component and _is_within(component, other)), None)
             if module_nbytes(component.module) == 0:

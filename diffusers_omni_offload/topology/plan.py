@@ -114,6 +114,13 @@ class ResolvedPlan:
                 return component
         raise KeyError(f"No component {path!r} in the plan; it has {', '.join(c.path for c in self.components)}.")
 
+    def _swapped_around(self, component: ResolvedComponent) -> ResolvedComponent | None:
+        """The swapped component that `component` is a part of."""
+        if component.path in (*self.swapped, *self.on_demand, *(stack.component for stack in self.stacks)):
+            return None
+        swapped = map(self.component, self.swapped)
+        return next((outer for outer in swapped if component.module in set(outer.module.modules())), None)
+
     def module(self, path: str) -> nn.Module:
         """The module at `path`: a component, or a part of one. KeyError if there is none."""
         for component in self.components:
@@ -162,7 +169,10 @@ class ResolvedPlan:
         rows = []
         for component in self.components:
             stack = stacks.get(component.path)
-            if component.path in self.swapped:
+            outer = self._swapped_around(component)
+            if outer is not None:
+                what = f"moves with {outer.path}"
+            elif component.path in self.swapped:
                 what = "swapped as a whole"
             elif component.path in self.on_demand:
                 what = "loads itself on demand"

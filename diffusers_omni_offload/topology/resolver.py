@@ -104,14 +104,14 @@ class _Resolver:
             ("encoder_block_attrs", self.plan.encoder_block_attrs, encoders, "_encoder_modules"),
             ("encoder_component_types", self.plan.encoder_component_types, encoders, "_encoder_modules"),
             ("encoder_dlo_weight_replication", self.plan.encoder_dlo_weight_replication, encoders, "_encoder_modules"),
-            ("entry_points", self.plan.entry_points, every_path, "its component lists"),
+            ("entry_points", self.plan.entry_points, every_path, "the declaration"),
         )
         for field, paths, known, attribute in fields:
             for path in paths:
                 if path not in known:
                     self.findings.problem(
-                        f"The offload plan of {self.discovery.source} has {path!r} in {field}, but {attribute} "
-                        f"{'have' if field == 'entry_points' else 'has'} only {', '.join(known) or 'nothing'}; add it there or take it out of the plan."
+                        f"The offload plan of {self.discovery.source} has {path!r} in {field}, but {attribute} has "
+                        f"only {', '.join(known) or 'nothing'}; add it there or take it out of the plan."
                     )
 
     def _collect_on_demand(self) -> None:
@@ -286,15 +286,16 @@ class _Resolver:
         taken = {id(block) for block in blocks}
         streamed = {id(tensor) for block in blocks for tensor in [*block.parameters(), *block.buffers()]}
         unmatched = set(self.plan.offload_submodules)
-        for dit in dits:
+        for dit in self.discovery.loaded("dit"):
             for name, container in self.plan.offload_submodules.items():
                 try:
                     module = lookup(dit.module, name)
                 except MissingPathError:
                     continue
                 unmatched.discard(name)
-                if isinstance(module, nn.Module):
+                if dit in dits and isinstance(module, nn.Module):
                     self._stack_submodule(dit, name, module, container)
+        for dit in dits:
             if self.config.strategy is OffloadStrategy.DISTRIBUTED_LAYERWISE and not self.discovery.is_guess:
                 self._stack_large_children(dit, taken, streamed)
         for name in sorted(unmatched):

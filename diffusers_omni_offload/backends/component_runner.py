@@ -1,0 +1,101 @@
+"""Runs the entry points of components: what has to leave the device leaves, and what is needed there comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+from diffusers_omni_offload.messages import logger
+from diffusers_omni_offload.streaming.scope import CallScope
+from diffusers_omni_offload.streaming.shared import SharedLeaves
+from diffusers_omni_offload.streaming.stage_runner import StageRunner
+from diffusers_omni_offload.streaming.stages import Stage, Stages
+from diffusers_omni_offload.streaming.streamer import Streamer
+from diffusers_omni_offload.topology.plan import format_bytes
+
+
+class ComponentRunner:
+    """Runs components in their pipeline's call scope.
+
+    Args:
+        streamer: what streams blocks.
+        scope: opened around an entry that comes outside of any call.
+        stages: what is swapped.
+
+    Attributes:
+        shared: leaves that several owners hold; None if there are none.
+    """
+
+    def __init__(self, streamer: Streamer, scope: CallScope, stages: Stages) -> None:
+        self._streamer, self._scope, self._stages = streamer, scope, stages
+        self.shared: SharedLeaves | None = None
+        self._stage_runner = StageRunner(streamer, scope, stages)
+        self._groups: dict[str, str] = {}
+        self._still: set[str] = set()
+        self._said_memory_spared = False
+
+    def add(self, path: str, group: str, *, is_still: bool) -> None:
+        """Know a component: its group, and whether nothing of it ever moves."""
+        self._groups[path] = group
+        if is_still:
+            self._still.add(path)
+
+    def inspect_again(self) -> None:
+        """Look once more, at each stage's next entry, at what it does to its weights."""
+        self._stage_runner.inspect_again()
+
+    def run(self, path: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """`function(*args, **kwargs)`, an entry point of the component at `path`."""
+        if self.shared is None and path in self._still:
+            # It moves nothing of its own, so it needs no scope, and a worker thread may run it beside a call.
+            if self._scope.is_open:
+                self._make_room(path)
+            return function(*args, **kwargs)
+        stage = self._stages.at(path)
+        if stage is not None and stage.group == "vae":
+            self.spare_memory()
+        if stage is None:
+            with self._scope.opened(), self.shared or nullcontext():
+                self._make_room(path)
+                return function(*args, **kwargs)
+        if self.shared is None:
+            return self._stage_runner.run(stage, function, args, kwargs)
+        with self._scope.opened(), self.shared:
+            return self._stage_runner.run(stage, function, args, kwargs)
+
+    def is_inside(self, path: str) -> bool:
+        """Whether the component is running in this thread, with all that it needs on the device."""
+        if not self._scope.is_open:
+            return False
+        stage = self._stages.at(path)
+        if stage is not None:
+            return stage.is_inside
+        return self.shared is not None and self.shared.is_bound
+
+    def announce(self, stage: Stage) -> None:
+        """An entry point of a swapped component is about to run."""
+        if self._scope.is_open:
+            self._stages.announce(stage)
+
+    def spare_memory(self) -> None:
+        """Before a VAE: give back what is swapped in and the slots, if less than half of the device's memory is free;
+        what runs next takes them again."""
+        platform = self._streamer.platform
+        held = self._streamer.slots.nbytes + self._stages.nbytes
+        if not held or not self._scope.is_open or self._streamer.is_running:
+            return
+        if platform.free_bytes() >= platform.total_bytes() // 2:
+            return
+        self._streamer.release_slots()
+        self._stages.make_room("vae")
+        if not self._said_memory_spared:
+            self._said_memory_spared = True
+            logger.info("Gave %s of weights back before the VAE, since device memory is short.", format_bytes(held))
+
+    def _make_room(self, path: str) -> None:
+        group = self._groups.get(path, "resident")
+        if group == "vae":
+            self.spare_memory()
+        else:
+            self._stages.make_room(group)
