@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from diffusers_omni_offload.weights.leaves import find_leaves
+from tests import tiny
 from tests.benchmarks import __main__ as tables
-from tests.benchmarks import gpu_check, real, stacks, steps
+from tests.benchmarks import calls, gpu_check, real, stacks, steps
 from tests.benchmarks.tables import format_table
 
 ROOT = Path(__file__).parent.parent
@@ -66,6 +67,40 @@ def test_a_step_of_the_bench_moves_what_the_ideal_counts(sim: ModuleType) -> Non
     assert len(copies) >= streamed * (steps.WARM + steps.MEASURED)
 
 
+def test_model_offload_copies_every_weight_back_and_module_mode_none(sim: ModuleType) -> None:
+    bench = calls.CallBench(tiny.build_wan)
+    resident, module, everything = bench.resident(), bench.module_mode(), bench.module_mode(calls.WITH_VAE)
+    peer = bench.model_offload()
+    assert module.to_host == everything.to_host == resident.to_host
+    assert peer.to_host - resident.to_host == bench.weight_bytes == peer.to_device - resident.to_device
+    assert (module.swaps, everything.swaps, peer.swaps) == (3, 4, 4)
+    assert module.copies == resident.copies + 3
+    tensors = sum(len(find_leaves(part, "")) for part in tiny.build_wan()[0].components.values() if hasattr(part, "to"))
+    assert peer.copies == resident.copies + 2 * tensors
+    assert everything.peak < peer.peak < module.peak < resident.peak
+
+
+@pytest.mark.parametrize("ratio", calls.RATIOS)
+def test_a_call_takes_its_compute_and_its_copies(ratio: float, sim: ModuleType) -> None:
+    """Whole components come before their compute, so the two don't overlap: times add up, here to a few percent."""
+    bench = calls.CallBench(tiny.build_wan)
+    bench.set_ratio(ratio)
+    resident, everything, peer = bench.resident(), bench.module_mode(calls.WITH_VAE), bench.model_offload()
+    link = sim.get_config("h2d_bytes_per_s")
+    prompt_and_output = (resident.to_device + resident.to_host) / (link / 4)
+    assert resident.seconds == pytest.approx(calls.CALL_S + prompt_and_output, rel=0.02)
+    packed = (everything.to_device - resident.to_device) / link
+    assert everything.seconds == pytest.approx(resident.seconds + packed, rel=0.02)
+    there_and_back = (peer.to_device - resident.to_device + peer.to_host - resident.to_host) / (link / 4)
+    assert peer.seconds == pytest.approx(resident.seconds + there_and_back, rel=0.02)
+
+
+def test_text_encoders_stay_together_until_the_dit_needs_the_room(sim: ModuleType) -> None:
+    """Prompt and negative prompt: accelerate moves the first two of three encoders twice."""
+    bench = calls.CallBench(tiny.build_sd3)
+    assert bench.module_mode().swaps == 4 and bench.model_offload().swaps == 7
+
+
 def test_tables_line_up() -> None:
     text = format_table("title", ["a", "bb"], [["long name", "1"], ["x", "22.0"]])
     assert text.splitlines() == ["title", "a            bb", "---------  ----", "long name     1", "x          22.0"]
@@ -79,6 +114,15 @@ def test_the_tables_run(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Non
     assert text.count("modelled step / ideal") == 14 and "group offload" in text and "leading" in text
 
 
+def test_the_tables_of_calls_run(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "PIPELINES", {"Wan": lambda: tiny.build_wan(num_layers=2)})
+    table, note = tables.whole_calls()
+    title, header, _, *rows = table.splitlines()
+    assert title.startswith("modelled: a call of a tiny Wan") and header.split()[:2] == ["offload", "to"]
+    assert rows[0].endswith("1.00     1.00") and [row[:13] for row in rows[3:]] == ["model offload"] * 2
+    assert "accelerate" in note
+
+
 @pytest.mark.slow
 @pytest.mark.timing
 def test_the_measured_table_runs(sim: ModuleType) -> None:
@@ -87,7 +131,7 @@ def test_the_measured_table_runs(sim: ModuleType) -> None:
 
 
 def test_an_unknown_table_is_refused() -> None:
-    with pytest.raises(SystemExit, match="modelled, real"):
+    with pytest.raises(SystemExit, match="modelled, calls, real"):
         tables.main(["reel"])
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from diffusers_omni_offload.adapters.flux2 import Flux2Offload
 from tests.comparing import assert_equal, leftovers, resident_output
 from tests.test_cases_discovery import DictDiT, ManyBuffersBlock, NestedDiT, PropertyDiT, TiedDiT
-from tests.tiny import ToyDiT, ToyPipeline, build_flux2, build_sd3, build_toy, run
+from tests.tiny import ToyDiT, ToyPipeline, build_flux2, build_minimax_h3, build_sd3, build_toy, run
 from tests.tiny.toy import ToyBlock
 
 Build = Callable[[], tuple[Any, Callable[[], dict[str, Any]]]]
@@ -146,6 +146,13 @@ def test_vllm_omni_6456_placeholders_are_not_in_the_ring(device: torch.device, s
 @pytest.mark.usefixtures("without_adapters")
 def test_diffusers_12319_convolutions_outside_of_any_list(device: torch.device, sim: ModuleType) -> None:
     streams(build_sd3, device, sim, components=["dit", "text_encoder"])
+
+
+@pytest.mark.usefixtures("without_adapters")
+def test_a_modular_pipeline(device: torch.device, sim: ModuleType) -> None:
+    """Its components are those of its blocks, and it has no offload sequence."""
+    pipe = streams(build_minimax_h3, device, sim, components=["dit", "text_encoder"])
+    assert {stack.component for stack in pipe.omni_offload.plan.stacks} == {"transformer", "text_encoder"}
 
 
 class GroupedDiT(NestedDiT):

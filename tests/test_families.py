@@ -81,9 +81,16 @@ CHOICES: dict[str, dict[str, Any]] = {
     "dit": {"mode": "layer"},
     "dit_and_text_encoder": {"mode": "layer", "components": ["dit", "text_encoder"]},
     "two_resident": {"mode": "layer", "layer_options": {"dit": {"resident_layers": 2}}},
+    "module": {"mode": "module"},
+    "mixed": {"mode": "layer", "components": {"dit": "layer", "text_encoder": "module", "vae": "module"}},
 }
 
-CASES = [(name, choice) for name in DITS for choice in CHOICES if name in ENCODERS or choice != "dit_and_text_encoder"]
+CASES = [
+    (name, choice)
+    for name in DITS
+    for choice, arguments in CHOICES.items()
+    if name in ENCODERS or "text_encoder" not in arguments.get("components", ())
+]
 
 
 def build(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Call]:
@@ -263,6 +270,31 @@ def test_the_reasoner_runs_once_a_prompt_and_the_generator_in_each_step(device: 
         layers[0].register_forward_pre_hook(lambda module, arguments, name=name: order.append(name))
     tiny.run(pipe, call)
     assert order == ["reasoner", "generator"] * 2 + ["generator"] * 4
+
+
+def test_one_phase_at_a_time_is_on_the_device(device: torch.device) -> None:
+    """Cosmos 3's split form moves its phases itself in module mode."""
+    pipe, call = build("cosmos3_split")
+    handle = enable_omni_offload(pipe, "module")
+    phases = {"reasoner": pipe.transformer.language_model.layers, "generator": pipe.transformer.gen_layers}
+    held: list[int] = []
+    for name, layers in phases.items():
+        others = [layer for other, each in phases.items() if other != name for layer in each]
+
+        def check(module: nn.Module, arguments: Any, output: Any, others: list[nn.Module] = others) -> None:
+            assert {tensor.device.type for other in others for tensor in other.parameters()} == {"cpu"}
+            held.append(handle.device_bytes)
+
+        layers[-1].register_forward_hook(check)
+    tiny.run(pipe, call)
+    sizes = [sum(tensor.nbytes for tensor in layers.parameters()) for layers in phases.values()]
+    assert len(held) == 8 and max(sizes) <= max(held) < sum(sizes)
+
+
+def test_phases_can_not_be_selected(device: torch.device) -> None:
+    pipe, _ = build("cosmos3_split")
+    with pytest.raises(ValueError, match=r"moves its own phases.*leave components out"):
+        enable_omni_offload(pipe, "module", components=["dit"])
 
 
 def test_components_on_demand_go_where_the_pipeline_wants_them(device: torch.device) -> None:

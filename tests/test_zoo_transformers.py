@@ -8,6 +8,8 @@ from types import ModuleType
 import pytest
 import torch
 
+from diffusers_omni_offload.topology.lists import find_lists
+from diffusers_omni_offload.topology.plan import module_nbytes
 from tests.zoo import TRANSFORMERS
 from tests.zoo.outcome import EQUAL, NOT_CONSTRUCTIBLE, REFUSED, Outcome, outcome_of
 
@@ -39,6 +41,7 @@ def test_layer_mode_is_equal_and_each_block_matters(class_name: str, device: tor
     found = outcome(class_name, device)
     assert found.result == EQUAL, found.detail
     assert found.inert == ()
+    assert found.demand_loads == 1, "the first block of a call comes late, and no other"
     assert sum(count for _, count in found.containers) >= 2
     assert sim.hazards() == []
 
@@ -70,6 +73,30 @@ def test_the_block_that_is_used_from_outside_stays_on_the_device(device: torch.d
 @pytest.mark.slow
 def test_only_one_class_uses_blocks_from_outside(device: torch.device) -> None:
     assert [name for name in sorted(TRANSFORMERS) if outcome(name, device).notes] == ["DiTTransformer2DModel"]
+
+
+@pytest.mark.slow
+def test_lists_hold_most_of_the_weights_at_real_sizes() -> None:
+    """With the configurations that the classes have by default, on the meta device: at least 88 %, in small blocks."""
+    from tests.zoo.live import constructor_modules, live_pipelines
+
+    classes = {cls for pipeline in live_pipelines() for _, cls in constructor_modules(pipeline)}
+    measured = 0
+    for cls in sorted(classes, key=lambda cls: cls.__name__):
+        if not cls.__module__.startswith("diffusers.models.transformers"):
+            continue
+        try:
+            with torch.device("meta"):
+                model = cls()
+        except TypeError:
+            continue  # it has no sizes by default
+        total = module_nbytes(model)
+        blocks = [block for path in find_lists(model) for block in model.get_submodule(path)]
+        assert sum(map(module_nbytes, blocks)) >= 0.88 * total, cls.__name__
+        assert max(map(module_nbytes, blocks)) <= 0.07 * total, cls.__name__
+        measured += 1
+    print(f"{measured} classes at their default sizes")
+    assert measured >= 55
 
 
 @pytest.mark.slow

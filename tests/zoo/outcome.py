@@ -31,6 +31,7 @@ class Outcome:
         containers: path of each container -> the number of its blocks that are streamed.
         notes: blocks that stay on the device, and why.
         inert: paths of streamed blocks whose scaling the output doesn't show.
+        demand_loads: loads of one more call that nothing had asked for before they were needed.
     """
 
     result: str
@@ -38,6 +39,7 @@ class Outcome:
     containers: tuple[tuple[str, int], ...] = ()
     notes: tuple[str, ...] = ()
     inert: tuple[str, ...] = ()
+    demand_loads: int = 0
 
 
 def outcome_of(class_name: str, device: torch.device) -> Outcome:
@@ -70,6 +72,9 @@ def outcome_of(class_name: str, device: torch.device) -> Outcome:
     wrong = _difference(pipe, arguments, expected)
     if wrong:
         return dataclasses.replace(found, result=WRONG, detail=wrong)
+    before = handle.demand_loads
+    pipe(arguments())
+    found = dataclasses.replace(found, demand_loads=handle.demand_loads - before)
     inert = _inert_blocks(pipe, arguments, expected[0])
     if not are_equal(pipe(arguments()), expected[0]):
         return dataclasses.replace(found, result=WRONG, detail="edits that were undone are still there")

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from diffusers_omni_offload import PhaseOffload
+
 from .parts import (
     Call,
     GatedMLP,
@@ -134,21 +136,20 @@ class VFMTransformer(nn.Module):
         self.gen_sp_prepare, self.gen_sp_gather = GenSPPrepare(), nn.Identity()
         self.cached_kv: list[KeyValue] | None = None
         self.cached_freqs_gen: KeyValue | None = None
-        self._phases: Any = None
+        self._phases: PhaseOffload | None = None
 
     def reset_cache(self) -> None:
         self.cached_kv = self.cached_freqs_gen = None
 
     def enable_model_cpu_offload(self, *, device: torch.device, pin_memory: bool | int = True) -> None:
-        from diffusers_omni_offload import PhaseOffload
-
         phases = {"reasoner": self.language_model.layers, "generator": self.gen_layers}
         self._phases = PhaseOffload(self, phases, device=device, pin_memory=pin_memory)
         self._phases.enable()
 
     def disable_model_cpu_offload(self) -> None:
-        self._phases.disable()
-        self._phases = None
+        if self._phases is not None:
+            self._phases.disable()
+            self._phases = None
 
     def _offload_context(self, name: str) -> AbstractContextManager[Any]:
         return nullcontext() if self._phases is None else self._phases.context(name)
@@ -211,15 +212,15 @@ class Cosmos3OmniDiffusersPipeline(StandInPipeline):
         self.vae = PlainVAE(CHANNELS)
         self._sound_tokenizer = SoundTokenizer()
 
-    def enable_omni_model_cpu_offload(
-        self, *, device: torch.device, pin_memory: bool | int = True, **unused: Any
-    ) -> None:
-        self.vae.to(device)
-        self._sound_tokenizer.to(device)
+    def enable_omni_model_cpu_offload(self, *, device: torch.device, pin_memory: bool | int = True) -> None:
+        for resident in (self.vae, self._sound_tokenizer):
+            resident.to(device)
         self.transformer.enable_model_cpu_offload(device=device, pin_memory=pin_memory)
 
     def disable_omni_model_cpu_offload(self) -> None:
         self.transformer.disable_model_cpu_offload()
+        for resident in (self.vae, self._sound_tokenizer):
+            resident.to("cpu")
 
     @torch.no_grad()
     def forward(

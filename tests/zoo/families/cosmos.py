@@ -98,6 +98,7 @@ def cosmos_components(vae: Any, scheduler: Any, **dit: Any) -> dict[str, Any]:
     }
 
 
+# To those that continue a clip one frame is given: a clip as long as the video leaves nothing to denoise.
 COSMOS_CALL = {
     "prompt": "dance monkey",
     "negative_prompt": "bad",
@@ -138,7 +139,7 @@ def cosmos_video_to_world_pipeline() -> tuple[Any, Arguments]:
 
     components = cosmos_components(cosmos_vae(), edm_scheduler(), in_channels=17)
     pipe = assemble(CosmosVideoToWorldPipeline, components)
-    return pipe, arguments(**COSMOS_CALL, video=clip(5, 32, 32), num_frames=5)
+    return pipe, arguments(**COSMOS_CALL, video=clip(1, 32, 32), num_frames=5)
 
 
 def karras_scheduler() -> Any:
@@ -161,7 +162,7 @@ def cosmos2_video_to_world_pipeline() -> tuple[Any, Arguments]:
 
     components = cosmos_components(vaes.wan_vae(), karras_scheduler(), in_channels=17)
     return assemble(Cosmos2VideoToWorldPipeline, components), arguments(
-        **COSMOS_CALL, video=clip(5, 32, 32), num_frames=5
+        **COSMOS_CALL, video=clip(1, 32, 32), num_frames=5
     )
 
 
@@ -177,4 +178,5 @@ def cosmos25_predict_pipeline() -> tuple[Any, Arguments]:
         "tokenizer": qwen_tokenizer(),
     }
     pipe = assemble(Cosmos2_5_PredictBasePipeline, components)
-    return pipe, arguments(**{**COSMOS_CALL, "max_sequence_length": 64}, video=clip(5, 32, 32), num_frames=5)
+    call = {**COSMOS_CALL, "max_sequence_length": 64, "num_latent_conditional_frames": 1}
+    return pipe, arguments(**call, video=clip(1, 32, 32), num_frames=5)
