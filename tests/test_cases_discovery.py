@@ -14,9 +14,14 @@ from torch import nn
 
 from diffusers_omni_offload import OffloadPlan
 from tests.comparing import assert_equal, leftovers, resident_output
-from tests.tiny import ToyDiT, ToyPipeline, build_flux2, build_sd3, build_toy, run
-from tests.tiny.toy import ToyBlock
+from tests.modes import MODES, chosen, in_every_mode
+from tests.tiny import ToyDiT, ToyPipeline, build_flux2, build_sd3, build_sdxl, build_toy, run
+from tests.tiny.toy import ToyBlock, ToyTextEncoder, ToyVAE
 from tests.tiny.vaes import kl_vae
+
+
+def full_toy() -> tuple[Any, Callable[[], dict[str, Any]]]:
+    return build_toy(4, text_encoder=True, vae=True)
 
 
 def test_vllm_omni_1486_all_block_lists_stream_and_the_rest_is_on_the_device(device: torch.device) -> None:
@@ -110,7 +115,8 @@ def test_vllm_omni_7186_blocks_are_found_by_identity_at_any_depth(
     assert_equal(run(pipe, call), reference)
 
 
-def test_vllm_omni_2935_a_pipeline_within_a_pipeline_streams(device: torch.device) -> None:
+@in_every_mode
+def test_vllm_omni_2935_a_pipeline_within_a_pipeline_is_offloaded(device: torch.device, mode: str) -> None:
     """Offload silently did nothing for a pipeline that wraps another."""
 
     class Outer(DiffusionPipeline):
@@ -127,14 +133,19 @@ def test_vllm_omni_2935_a_pipeline_within_a_pipeline_streams(device: torch.devic
         def __call__(self, **kwargs: Any) -> Any:
             return self.inner(**kwargs)
 
-    reference = resident_output(lambda: build_toy(4, text_encoder=True, vae=True), device)
-    inner, call = build_toy(4, text_encoder=True, vae=True)
+    reference = resident_output(full_toy, device)
+    inner, call = full_toy()
     outer = Outer(inner)
-    handle = outer.enable_omni_offload("layer")
-    assert handle.plan.streamed_bytes > 0
+    handle = outer.enable_omni_offload(**MODES[mode])
+    assert handle.plan.streamed_bytes > 0 or mode == "module"
+    assert set(handle.plan.swapped) == {
+        f"inner.{name}"
+        for name, kind in (("transformer", "dit"), ("text_encoder", "text_encoder"), ("vae", "vae"))
+        if chosen(mode, kind) == "module"
+    }
     for _ in range(2):
         assert_equal(run(outer, call), reference)
-    assert handle.loads > 0 and handle.bytes_moved > 0
+    assert handle.loads + handle.swaps > 0 and handle.bytes_moved > 0
     outer.disable_omni_offload()
     assert leftovers(inner) == []
 
@@ -155,11 +166,13 @@ def test_vllm_omni_2935_nothing_to_stream_is_an_error(device: torch.device) -> N
     assert pipe.omni_offload is None
 
 
-def test_diffusers_12319_convolutions_outside_of_any_list(device: torch.device) -> None:
+@in_every_mode
+@pytest.mark.parametrize("name", ["sd3", pytest.param("sdxl", marks=pytest.mark.slow)])
+def test_diffusers_12319_convolutions_outside_of_any_list(device: torch.device, name: str, mode: str) -> None:
     """`quant_conv` and `post_quant_conv` of a VAE stayed on the CPU; both encode and decode are compared."""
 
     def build() -> tuple[Any, Callable[[], dict[str, Any]]]:
-        pipe, call = build_sd3(t5=False)
+        pipe, call = build_sd3(t5=False) if name == "sd3" else build_sdxl()
         pipe.vae = kl_vae(4, quant=True)
         return pipe, call
 
@@ -169,7 +182,7 @@ def test_diffusers_12319_convolutions_outside_of_any_list(device: torch.device) 
     with torch.no_grad():
         encoded = resident.vae.to(device).encode(image.to(device)).latent_dist.mean.cpu()
     pipe, call = build()
-    pipe.enable_omni_offload("layer")
+    pipe.enable_omni_offload(**MODES[mode])
     assert_equal(run(pipe, call), reference)
     with torch.no_grad():
         assert torch.equal(pipe.vae.encode(image.to(device)).latent_dist.mean.cpu(), encoded)
@@ -178,9 +191,9 @@ def test_diffusers_12319_convolutions_outside_of_any_list(device: torch.device) 
 class PlainTensorBlock(ToyBlock):
     """Reads tensors that are neither parameters nor buffers."""
 
-    def __init__(self, registered: bool, **kwargs: Any) -> None:
-        super().__init__(32, 64, **kwargs)
-        scale = torch.linspace(0.5, 1.5, 32)
+    def __init__(self, registered: bool, width: int, **kwargs: Any) -> None:
+        super().__init__(width, 2 * width, **kwargs)
+        scale = torch.linspace(0.5, 1.5, width)
         if registered:
             self.register_buffer("plain_scale", scale, persistent=False)
         else:
@@ -190,23 +203,27 @@ class PlainTensorBlock(ToyBlock):
         return super().forward(hidden_states) * self.plain_scale.to(hidden_states.device)
 
 
+@in_every_mode
 @pytest.mark.parametrize("registered", [False, True])
 def test_vllm_omni_4247_plain_tensor_attributes_are_named(
-    device: torch.device, registered: bool, caplog: pytest.LogCaptureFixture
+    device: torch.device, registered: bool, mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A weight that was kept as a plain attribute can't be seen by any offloader: say so, and what to do."""
 
     def build() -> tuple[Any, Callable[[], dict[str, Any]]]:
-        pipe, call = build_toy(4)
-        pipe.transformer.blocks[1] = PlainTensorBlock(registered, seed=1).eval()
+        pipe, call = full_toy()
+        pipe.transformer.blocks[1] = PlainTensorBlock(registered, 32, seed=1).eval()
+        pipe.text_encoder.layers[1] = PlainTensorBlock(registered, 8, seed=2).eval()
         return pipe, call
 
     reference = resident_output(build, device)
     pipe, call = build()
     with caplog.at_level(logging.WARNING, logger="diffusers_omni_offload"):
-        pipe.enable_omni_offload("layer")
-    warned = "transformer.blocks.1.plain_scale" in caplog.text and "buffers" in caplog.text
-    assert warned is not registered
+        pipe.enable_omni_offload(**MODES[mode])
+    for path, kind in (("transformer.blocks.1", "dit"), ("text_encoder.layers.1", "text_encoder")):
+        is_offloaded = chosen(mode, kind) != "resident"
+        assert (f"{path}.plain_scale" in caplog.text) == (is_offloaded and not registered)
+    assert ("buffers" in caplog.text) is not registered
     for _ in range(2):
         assert_equal(run(pipe, call), reference)
 
@@ -214,12 +231,12 @@ def test_vllm_omni_4247_plain_tensor_attributes_are_named(
 class ManyBuffersBlock(ToyBlock):
     """A persistent, a non-persistent and an integer buffer, and one in the module that has parameters as well."""
 
-    def __init__(self, seed: int) -> None:
-        super().__init__(32, 64, seed=seed)
-        self.register_buffer("table", torch.linspace(0.1, 1, 32) * (seed + 1), persistent=True)
-        self.register_buffer("rotary", torch.linspace(-1, 1, 32).cos() * (seed + 1), persistent=False)
-        self.register_buffer("index", torch.randperm(32, generator=torch.Generator().manual_seed(seed)))
-        self.expand.register_buffer("offset", torch.linspace(0, 1, 64), persistent=False)
+    def __init__(self, seed: int, width: int = 32) -> None:
+        super().__init__(width, 2 * width, seed=seed)
+        self.register_buffer("table", torch.linspace(0.1, 1, width) * (seed + 1), persistent=True)
+        self.register_buffer("rotary", torch.linspace(-1, 1, width).cos() * (seed + 1), persistent=False)
+        self.register_buffer("index", torch.randperm(width, generator=torch.Generator().manual_seed(seed)))
+        self.expand.register_buffer("offset", torch.linspace(0, 1, 2 * width), persistent=False)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         for buffer in (self.table, self.rotary, self.index, self.expand.offset):
@@ -228,27 +245,31 @@ class ManyBuffersBlock(ToyBlock):
         return torch.tanh(mixed * self.table + self.rotary + self.expand.offset.mean())
 
 
-def test_accelerate_2701_every_kind_of_buffer(device: torch.device) -> None:
+@in_every_mode
+def test_accelerate_2701_every_kind_of_buffer(device: torch.device, mode: str) -> None:
     """Models with buffers didn't work with a per-layer offload; all kinds are in each block here."""
 
     def build() -> tuple[Any, Callable[[], dict[str, Any]]]:
-        pipe, call = build_toy(4)
+        pipe, call = full_toy()
         for index in range(4):
             pipe.transformer.blocks[index] = ManyBuffersBlock(index).eval()
+        for index in range(2):
+            pipe.text_encoder.layers[index] = ManyBuffersBlock(10 + index, 8).eval()
         return pipe, call
 
     reference = resident_output(build, device)
     pipe, call = build()
     fresh, _ = build()
-    pipe.enable_omni_offload("layer")
+    pipe.enable_omni_offload(**MODES[mode])
     for _ in range(3):
         assert_equal(run(pipe, call), reference)
     pipe.disable_omni_offload()
-    for ours, theirs in zip(pipe.transformer.modules(), fresh.transformer.modules(), strict=True):
-        assert ours._non_persistent_buffers_set == theirs._non_persistent_buffers_set
-        for name, buffer in ours._buffers.items():
-            wanted = theirs._buffers[name]
-            assert buffer.dtype == wanted.dtype and buffer.device.type == "cpu" and torch.equal(buffer, wanted), name
+    for name in ("transformer", "text_encoder"):
+        for ours, theirs in zip(getattr(pipe, name).modules(), getattr(fresh, name).modules(), strict=True):
+            assert ours._non_persistent_buffers_set == theirs._non_persistent_buffers_set
+            for key, buffer in ours._buffers.items():
+                wanted = theirs._buffers[key]
+                assert buffer.dtype == wanted.dtype and buffer.device.type == "cpu" and torch.equal(buffer, wanted), key
 
 
 class TiedDiT(ToyDiT):
@@ -270,34 +291,60 @@ class TiedDiT(ToyDiT):
         return super().forward(x, **kwargs) + self.head(self.embed(x.argmax(-1)))
 
 
+class TiedEncoder(ToyTextEncoder):
+    """A tied embedding and head, as language models have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(super().forward(tokens))
+
+
+@in_every_mode
 @pytest.mark.parametrize("slots", [1, 2, 3])
-def test_cache_dit_1111_tied_weights_have_one_copy(device: torch.device, sim: ModuleType, slots: int) -> None:
+def test_cache_dit_1111_tied_weights_have_one_copy(
+    device: torch.device, sim: ModuleType, slots: int, mode: str
+) -> None:
     """Each side of a tie had a mirror of its own, and rebinding the one corrupted the other."""
 
     def build() -> tuple[Any, Callable[[], dict[str, Any]]]:
-        return ToyPipeline(TiedDiT().eval()), build_toy(4)[1]
+        encoder = TiedEncoder().eval()
+        pipe = ToyPipeline(TiedDiT().eval(), text_encoder=encoder, vae=ToyVAE().eval())
+        encoder.layers[1].gate = pipe.transformer.proj_out.bias
+        return pipe, build_toy(4)[1]
 
-    def assert_tied(dit: TiedDiT) -> None:
+    def assert_tied(pipe: Any) -> None:
+        dit, encoder = pipe.transformer, pipe.text_encoder
         assert dit.head.weight is dit.embed.weight
         assert dit.blocks[3].expand.weight is dit.blocks[0].expand.weight
         assert dit.blocks[2].gate is dit.blocks[1].gate
         assert dit.proj_in.bias is dit.blocks[1].contract.bias
+        assert encoder.head.weight is encoder.embed.weight
+        assert encoder.layers[1].gate is dit.proj_out.bias  # They take turns, and both hold it.
 
     reference = resident_output(build, device)
     pipe, call = build()
     pinned = sim.stats()["pinned_current"]
-    handle = pipe.enable_omni_offload("layer", slots=slots)
-    dit = pipe.transformer
+    handle = pipe.enable_omni_offload(**MODES[mode], slots=slots)
     checked: list[int] = []
-    dit.blocks[2].expand.register_forward_pre_hook(lambda *args: checked.append(assert_tied(dit) or 1))
+    for part in (pipe.transformer.blocks[2].expand, pipe.text_encoder.layers[1].expand):
+        part.register_forward_pre_hook(lambda *args: checked.append(assert_tied(pipe) or 1))
     for _ in range(3):
-        assert_tied(dit)
+        assert_tied(pipe)
         assert_equal(run(pipe, call), reference)
     assert checked
-    unique = {id(t): -(-t.nbytes // 256) * 256 for b in dit.blocks for t in [*b.parameters(), *b.buffers()]}
+    offloaded = [
+        pipe.transformer if mode == "module" else pipe.transformer.blocks,
+        *([pipe.text_encoder] if mode != "layer" else []),
+        *([pipe.vae] if mode == "mixed" else []),
+    ]
+    unique = {id(t): -(-t.nbytes // 256) * 256 for part in offloaded for t in [*part.parameters(), *part.buffers()]}
     assert sim.stats()["pinned_current"] - pinned == handle.pinned_bytes <= sum(unique.values())
     pipe.disable_omni_offload()
-    assert_tied(dit)
+    assert_tied(pipe)
     assert leftovers(pipe) == []
 
 
