@@ -55,7 +55,7 @@ lint: setup
 bench: simulated-device
 	$(RUN) -m tests.benchmarks
 
-notebooks: setup
+notebooks: simulated-device
 	$(RUN) -m tests.run_notebooks notebooks/*.ipynb
 
 gpu-check: setup

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import nbformat
 import pytest
+import torch
 
 from tests.run_notebooks import ROOT, execute, settle
 
@@ -49,6 +53,37 @@ def test_outputs_are_stored(path: Path) -> None:
 def test_quickstart_enables_layer_mode_in_the_third_cell() -> None:
     notebook = nbformat.read(ROOT / "notebooks" / "quickstart.ipynb", as_version=4)
     assert any('enable_omni_offload("layer"' in cell.source for cell in code_cells(notebook)[:3])
+
+
+def test_which_mode_stores_modelled_times_and_a_plot() -> None:
+    notebook = nbformat.read(ROOT / "notebooks" / "which_mode.ipynb", as_version=4)
+    first, *_, plot = code_cells(notebook)
+    assert "times: modelled" in first.outputs[0].text
+    assert "image/png" in plot.outputs[0].data
+    assert not any(word in str(notebook.cells) for word in ("Warning", "Traceback"))
+
+
+def test_the_sizes_of_which_mode_are_those_that_the_device_counts(
+    device: torch.device, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights lie below what is allocated at most, by no more than the activations of the resident pipeline."""
+    monkeypatch.setattr(sys, "path", list(sys.path))  # which the notebook adds to
+    sim.configure(alloc_round=1)
+    notebook = nbformat.read(ROOT / "notebooks" / "which_mode.ipynb", as_version=4)
+    names: dict[str, Any] = {}
+    for cell in code_cells(notebook)[:3]:
+        exec(cell.source.partition("\nresults = ")[0].replace("num_layers=12", "num_layers=4"), names)
+    found = {}
+    for way in names["WAYS"]:
+        gc.collect()
+        before = torch.accelerator.memory_allocated()
+        torch.accelerator.reset_peak_memory_stats()
+        _, held, moved, _ = names["run"](way)
+        found[way] = held, torch.accelerator.max_memory_allocated() - before, moved
+    activations = found["no offload"][1] - found["no offload"][0]
+    assert all(held <= peak <= held + activations for held, peak, _ in found.values()), found
+    assert found["mixed"][0] < found["layer"][0] and found["module"][0] < found["no offload"][0]
+    assert found["no offload"][2] == 0 < found["module"][2] < found["layer"][2]
 
 
 def test_a_progress_bar_leaves_its_last_state() -> None:
