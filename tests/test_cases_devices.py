@@ -17,15 +17,16 @@ from torch import nn
 from transformers import BatchFeature
 from transformers.tokenization_utils_base import BatchEncoding
 
-from diffusers_omni_offload import OffloadPlan
 from tests.comparing import assert_equal, resident_output
-from tests.tiny import ToyDiT, ToyPipeline, build_sd3, build_toy, build_wan, run
+from tests.modes import MODES, in_every_mode
+from tests.tiny import ToyPipeline, build_sd3, build_toy, build_wan, run
 from tests.tiny.pipelines import unipc_scheduler
 from tests.tiny.toy import ToyBlock
 
 
+@in_every_mode
 @pytest.mark.parametrize("kind", ["cpu generator", "device generator", "global seed"])
-def test_diffusers_2973_generators(device: torch.device, kind: str) -> None:
+def test_diffusers_2973_generators(device: torch.device, kind: str, mode: str) -> None:
     """The same seed gave another image, or a generator on `pipe.device` was refused."""
 
     def output(pipe: Any, call: Callable[[], dict[str, Any]]) -> Any:
@@ -41,7 +42,7 @@ def test_diffusers_2973_generators(device: torch.device, kind: str) -> None:
     resident, call = build_sd3()
     reference = output(resident.to(device), call)
     pipe, call = build_sd3()
-    pipe.enable_omni_offload("layer")
+    pipe.enable_omni_offload(**MODES[mode])
     assert pipe.device.type == pipe._execution_device.type == "sim"
     for _ in range(2):
         assert_equal(output(pipe, call), reference)
@@ -79,30 +80,34 @@ class BlocksFirstEncoder(PositionEncoder):
 
 
 @pytest.mark.parametrize("encoder", [PositionEncoder, BlocksFirstEncoder])
-@pytest.mark.parametrize("components", [["dit"], ["dit", "text_encoder"]])
+@pytest.mark.parametrize("options", [*MODES.values(), {"components": ["dit", "text_encoder"]}])
 def test_vllm_omni_6125_a_components_device_is_where_it_runs(
-    device: torch.device, encoder: type[PositionEncoder], components: list[str]
+    device: torch.device, encoder: type[PositionEncoder], options: dict[str, Any]
 ) -> None:
     """Position ids, or latents, were put where the component's first parameter lies, on the host."""
 
     def build() -> tuple[Any, Callable[[], dict[str, Any]]]:
-        pipe, call = build_toy(4, text_encoder=True)
+        pipe, call = build_toy(4, text_encoder=True, vae=True)
         pipe.text_encoder = encoder().eval()
         return pipe, call
 
     reference = resident_output(build, device)
     pipe, call = build()
-    pipe.enable_omni_offload("layer", components=components)
-    assert pipe.text_encoder.device.type == "sim" and pipe.text_encoder.dtype == torch.float32
-    assert pipe.transformer.device.type == "sim"
+    pipe.enable_omni_offload(**options)
+    components = [pipe.text_encoder, pipe.transformer, pipe.vae]
     for _ in range(2):
+        assert {component.device.type for component in components} == {"sim"}
+        assert {component.dtype for component in components} == {torch.float32}
         assert_equal(run(pipe, call), reference)
     pipe.disable_omni_offload()
-    assert pipe.text_encoder.device.type == pipe.transformer.device.type == "cpu"
+    assert {component.device.type for component in components} == {"cpu"}
 
 
-@pytest.mark.parametrize("steps", [2, 6])
-def test_diffusers_13488_wan_with_unipc_and_flow_sigmas(device: torch.device, steps: int) -> None:
+@pytest.mark.parametrize("options", [*MODES.values(), {"components": ["dit", "text_encoder"]}])
+@pytest.mark.parametrize("steps", [2, pytest.param(6, marks=pytest.mark.slow)])
+def test_diffusers_13488_wan_with_unipc_and_flow_sigmas(
+    device: torch.device, steps: int, options: dict[str, Any]
+) -> None:
     """The scheduler kept its sigmas on the CPU and stacked them with tensors of the device."""
 
     def build() -> tuple[Any, Callable[[], dict[str, Any]]]:
@@ -112,7 +117,7 @@ def test_diffusers_13488_wan_with_unipc_and_flow_sigmas(device: torch.device, st
 
     reference = resident_output(build, device)
     pipe, call = build()
-    pipe.enable_omni_offload("layer", components=["dit", "text_encoder"])
+    pipe.enable_omni_offload(**options)
     for _ in range(2):
         assert_equal(run(pipe, call), reference)
 
@@ -149,11 +154,13 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, (list, tuple)) else []
 
 
-def test_diffusers_11162_inputs_of_any_kind_reach_the_device(device: torch.device) -> None:
+@in_every_mode
+@torch.no_grad()
+def test_diffusers_11162_inputs_of_any_kind_reach_the_device(device: torch.device, mode: str) -> None:
     """A processor's output stayed on the CPU, since only positional tensors were moved."""
-    pipe, _ = build_toy(4)
-    pipe.image_encoder = RecordingEncoder()
-    pipe.enable_omni_offload("layer")
+    pipe, _ = build_toy(4, vae=True)
+    pipe.text_encoder = RecordingEncoder()
+    pipe.enable_omni_offload(**MODES[mode])
     ids, mask, half = torch.arange(4), torch.ones(4, dtype=torch.bool), torch.ones(2, dtype=torch.bfloat16)
     marker, untouched = object(), {"no": ["tensor", 1, None]}
     there = torch.ones(3, device=device)
@@ -168,8 +175,8 @@ def test_diffusers_11162_inputs_of_any_kind_reach_the_device(device: torch.devic
         "untouched": untouched,
         "there": there,
     }
-    assert torch.equal(pipe.image_encoder(ids, **kwargs).detach().cpu(), torch.full((2,), 2.0))
-    (first,), seen = pipe.image_encoder.seen
+    assert torch.equal(pipe.text_encoder(ids, **kwargs).detach().cpu(), torch.full((2,), 2.0))
+    (first,), seen = pipe.text_encoder.seen
     found = _tensors([first, *seen.values()])
     assert len(found) == 10 and {tensor.device.type for tensor in found} == {"sim"}
     assert {tensor.dtype for tensor in found} == {torch.int64, torch.bool, torch.bfloat16, torch.float32}
@@ -181,7 +188,7 @@ def test_diffusers_11162_inputs_of_any_kind_reach_the_device(device: torch.devic
     assert {tensor.device.type for tensor in _tensors(list(kwargs.values()))} == {"cpu", "sim"}
     assert kwargs["inputs"].tokens is ids and kwargs["nested"]["list"][0] is ids
     # Outputs stay where they were computed.
-    assert pipe.image_encoder(result=there) is there
+    assert pipe.text_encoder(result=there) is there
 
 
 def test_fitdit_5_cuda_functions_are_never_touched(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,22 +240,20 @@ assert (run(pipe, call) == reference).all()
     assert "cuda" in second and "none" in second
 
 
-def test_diffusers_9896_the_blocks_own_device_is_never_asked(device: torch.device, sim: ModuleType) -> None:
+@in_every_mode
+def test_diffusers_9896_the_blocks_own_device_is_never_asked(device: torch.device, sim: ModuleType, mode: str) -> None:
     """A pipeline that places its tensors by `_execution_device` alone works as it does without offload."""
 
     class ByExecutionDevice(ToyPipeline):
-        _dit_modules = ["transformer"]
-        _encoder_modules: list[str] = []
-        _offload_plan = OffloadPlan(block_attrs={"transformer": ("blocks",)})
-
         def __call__(self, **kwargs: Any) -> Any:
             x = torch.linspace(-1, 1, 32, device=self._execution_device).reshape(1, 4, 8)
             return super().__call__(x=x, **kwargs)
 
     def build() -> tuple[Any, Callable[[], dict[str, Any]]]:
-        return ByExecutionDevice(ToyDiT(4).eval()), build_toy(4)[1]
+        pipe, call = build_toy(4, text_encoder=True, vae=True)
+        return ByExecutionDevice(**pipe.components), call
 
     reference = resident_output(build, device)
     pipe, call = build()
-    pipe.enable_omni_offload("layer")
+    pipe.enable_omni_offload(**MODES[mode])
     assert_equal(run(pipe, call), reference)
