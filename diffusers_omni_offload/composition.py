@@ -107,7 +107,7 @@ def _with_edits(callback: Callable[..., Any], handle: OffloadHandle) -> Callable
     """`callback`, called so that it may edit weights."""
 
     def edited(*args: Any, **kwargs: Any) -> Any:
-        with handle.backend.scope.edits():
+        with handle.backend.edits():
             return callback(*args, **kwargs)
 
     return edited

@@ -77,7 +77,7 @@ class OffloadHandle:
         Between calls this isn't needed: every call looks at the weights when it starts.
         """
         self._require_enabled()
-        self.backend.scope.refresh()
+        self.backend.refresh()
 
     @contextmanager
     def call(self) -> Iterator[None]:

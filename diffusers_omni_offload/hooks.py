@@ -15,6 +15,7 @@ from diffusers_omni_offload.nested import any_tensor, map_tensors
 BLOCK_HOOK = "omni_offload_block"
 COMPONENT_HOOK = "omni_offload_component"
 ENTRY_HOOK = "omni_offload_entry"
+OWN_HOOKS = (BLOCK_HOOK, COMPONENT_HOOK, ENTRY_HOOK)
 
 #: Names under which diffusers registers hooks that move weights.
 _FOREIGN_HOOKS = ("group_offloading", "lazy_prefetch_group_offloading")

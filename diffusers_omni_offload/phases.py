@@ -11,7 +11,6 @@ from torch import nn
 from diffusers_omni_offload.backends.plan_backend import PlanBackend
 from diffusers_omni_offload.config import OffloadConfig, OffloadStrategy
 from diffusers_omni_offload.platform import resolve_device
-from diffusers_omni_offload.streaming.stages import Rivals
 from diffusers_omni_offload.topology.plan import ResolvedComponent, ResolvedPlan
 
 
@@ -63,8 +62,9 @@ class PhaseOffload:
                 self._phases[phase].append(path)
                 components.append(ResolvedComponent(path, module, "dit"))
         paths = tuple(path for found in self._phases.values() for path in found)
-        self._plan = ResolvedPlan(config.strategy, tuple(components), (), swapped=paths)
-        self.backend = _PhaseBackend(config, resolve_device(device), self._phases)
+        groups = {path: phase for phase, found in self._phases.items() for path in found}
+        self._plan = ResolvedPlan(config.strategy, tuple(components), (), swapped=paths, groups=groups)
+        self.backend = _PhaseBackend(config, resolve_device(device))
 
     def enable(self) -> None:
         """Pack the phases' weights and place the rest on the device. All or nothing."""
@@ -106,17 +106,6 @@ class PhaseOffload:
 
 
 class _PhaseBackend(PlanBackend):
-    """Modules of one phase stay for each other; those of other phases make room."""
+    """Belongs to its model alone, whichever pipelines have that."""
 
     is_shared = False
-
-    def __init__(self, config: OffloadConfig, device: torch.device, phases: Mapping[str, list[str]]) -> None:
-        self._phase_of = {path: phase for phase, paths in phases.items() for path in paths}
-        super().__init__(config, device)
-
-    def _rivals(self) -> Rivals:
-        names = set(self._phase_of.values())
-        return {name: tuple(names - {name}) for name in names}
-
-    def _group(self, component: ResolvedComponent) -> str:
-        return self._phase_of.get(component.path, component.role)

@@ -33,6 +33,8 @@ class ComponentRunner:
         self._stage_runner = StageRunner(streamer, scope, stages)
         self._groups: dict[str, str] = {}
         self._still: set[str] = set()
+        # Path -> the call that it runs in, so that what an interrupt leaves here means nothing to the next one.
+        self._running: dict[str, object] = {}
         self._said_memory_spared = False
 
     def add(self, path: str, group: str, *, is_still: bool) -> None:
@@ -49,16 +51,13 @@ class ComponentRunner:
         """`function(*args, **kwargs)`, an entry point of the component at `path`."""
         if self.shared is None and path in self._still:
             # It moves nothing of its own, so it needs no scope, and a worker thread may run it beside a call.
-            if self._scope.is_open:
-                self._make_room(path)
-            return function(*args, **kwargs)
+            return self._run_beside(path, function, args, kwargs) if self._scope.is_open else function(*args, **kwargs)
         stage = self._stages.at(path)
         if stage is not None and stage.group == "vae":
             self.spare_memory()
         if stage is None:
             with self._scope.opened(), self.shared or nullcontext():
-                self._make_room(path)
-                return function(*args, **kwargs)
+                return self._run_beside(path, function, args, kwargs)
         if self.shared is None:
             return self._stage_runner.run(stage, function, args, kwargs)
         with self._scope.opened(), self.shared:
@@ -69,9 +68,7 @@ class ComponentRunner:
         if not self._scope.is_open:
             return False
         stage = self._stages.at(path)
-        if stage is not None:
-            return stage.is_inside
-        return self.shared is not None and self.shared.is_bound
+        return stage.is_inside if stage is not None else self._running.get(path) is self._scope.call
 
     def announce(self, stage: Stage) -> None:
         """An entry point of a swapped component is about to run."""
@@ -92,6 +89,17 @@ class ComponentRunner:
         if not self._said_memory_spared:
             self._said_memory_spared = True
             logger.info("Gave %s of weights back before the VAE, since device memory is short.", format_bytes(held))
+
+    def _run_beside(self, path: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a component that isn't swapped itself; once for the outermost of its entry points it makes room."""
+        if self._running.get(path) is self._scope.call:
+            return function(*args, **kwargs)
+        self._make_room(path)
+        try:
+            self._running[path] = self._scope.call
+            return function(*args, **kwargs)
+        finally:
+            self._running.pop(path, None)
 
     def _make_room(self, path: str) -> None:
         group = self._groups.get(path, "resident")

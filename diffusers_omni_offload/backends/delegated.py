@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import fields
 from typing import Any
@@ -76,15 +76,16 @@ class DelegatedBackend(PlanBackend):
 
     def opened(self, prepare: Callable[[], None] | None = None) -> AbstractContextManager[None]:
         """Be inside a call, of the pipeline and of each of its models that swaps phases."""
-        return self._opened(prepare)
+        return _all_of([self.scope.opened(prepare), *(backend.opened() for backend in self._phases())])
 
-    @contextmanager
-    def _opened(self, prepare: Callable[[], None] | None) -> Iterator[None]:
-        with ExitStack() as scopes:
-            scopes.enter_context(self.scope.opened(prepare))
-            for backend in self._phases():
-                scopes.enter_context(backend.opened())
-            yield
+    def refresh(self) -> None:
+        """See `PlanBackend.refresh`; for each of the models."""
+        for backend in self._phases():
+            backend.refresh()
+
+    def edits(self) -> AbstractContextManager[None]:
+        """See `PlanBackend.edits`; for each of the models."""
+        return _all_of([backend.edits() for backend in self._phases()])
 
     def counters(self) -> Counters:
         """The sums over the models that swap phases."""
@@ -102,6 +103,17 @@ class DelegatedBackend(PlanBackend):
         return list(found.values())
 
 
+@contextmanager
+def _all_of(contexts: Sequence[AbstractContextManager[None]]) -> Iterator[None]:
+    with ExitStack() as entered:
+        for context in contexts:
+            entered.enter_context(context)
+        yield
+
+
 def _takes(pipeline: SupportsModelCpuOffload, name: str) -> bool:
-    """Whether it has a parameter of this name; one that takes any keyword may ignore it."""
-    return name in inspect.signature(pipeline.enable_omni_model_cpu_offload).parameters
+    """Whether it can be given this argument. A selection needs a parameter of its own: what takes any keyword may ignore
+    it."""
+    parameters = inspect.signature(pipeline.enable_omni_model_cpu_offload).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return name in parameters or (takes_any and name != "offload_components")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from diffusers_omni_offload.backends.base import Counters, OffloadBackend
 from diffusers_omni_offload.backends.component_runner import ComponentRunner
 from diffusers_omni_offload.backends.components import ManagedComponents, foreign_message
 from diffusers_omni_offload.backends.entry_points import EntryPoints
-from diffusers_omni_offload.backends.masters import Masters, units_of
+from diffusers_omni_offload.backends.masters import Masters, Unit, units_of
 from diffusers_omni_offload.backends.remarks import first_call_summary, warn_of_pageable, warn_of_plain_tensors
 from diffusers_omni_offload.backends.residency import Residency, tell_of_move
 from diffusers_omni_offload.config import OffloadConfig
@@ -26,7 +26,7 @@ from diffusers_omni_offload.registry import adapter_for
 from diffusers_omni_offload.streaming.runner import BlockRunner
 from diffusers_omni_offload.streaming.scope import CallScope
 from diffusers_omni_offload.streaming.shared import SharedLeaves
-from diffusers_omni_offload.streaming.stages import RIVALS, OnDemandStage, PackedStage, Rivals, Stage, Stages
+from diffusers_omni_offload.streaming.stages import OnDemandStage, PackedStage, Stage, Stages
 from diffusers_omni_offload.streaming.streamer import Streamer
 from diffusers_omni_offload.topology.plan import ResolvedComponent, ResolvedPlan, format_bytes
 from diffusers_omni_offload.topology.resolver import resolve_offload_plan
@@ -57,7 +57,7 @@ class PlanBackend(OffloadBackend):
     def _reset(self) -> None:
         self.budget = PinnedBudget(self.config.pin_memory)
         self.streamer = Streamer(self.platform, self.config.slots)
-        self.stages = Stages(self.streamer, self._rivals())
+        self.stages = Stages(self.streamer)
         self.scope = CallScope(self.streamer, self.stages, self.audit, self._after_call)
         self.masters = Masters(self.platform, self.budget)
         self.residency = Residency(self.device)
@@ -153,6 +153,7 @@ class PlanBackend(OffloadBackend):
     def _build(self, plan: ResolvedPlan, undo: ExitStack) -> None:
         """The steps of `enable`; each has put its own undoing on `undo` before it can fail."""
         units = units_of(plan)
+        _require_unowned(units)
         on_demand = [plan.module(path) for path in plan.on_demand]
         components = self._not_borrowed(plan)
         for component in components:
@@ -162,7 +163,7 @@ class PlanBackend(OffloadBackend):
             self.residency.leave_out(module)
         for component in components:
             is_still = set(offloaded).isdisjoint(component.module.modules())
-            self.runner.add(component.path, self._group(component), is_still=is_still)
+            self.runner.add(component.path, plan.group(component), is_still=is_still)
         self.masters.pack(units, self.residency.leaves, undo)
         self.residency.place(self.masters.held(), undo)
         return_freed_host_memory()
@@ -182,14 +183,6 @@ class PlanBackend(OffloadBackend):
             if isinstance(stage, OnDemandStage):
                 stage.settle(undo)
 
-    def _rivals(self) -> Rivals:
-        """Which groups of components make room for which."""
-        return RIVALS
-
-    def _group(self, component: ResolvedComponent) -> str:
-        """What a component has in common with those that stay when it runs."""
-        return component.role
-
     def _hook_blocks(self, plan: ResolvedPlan, undo: ExitStack) -> None:
         self._block_runner = BlockRunner(self.streamer, self.scope, self.shared)
         for stack in plan.stacks:
@@ -203,7 +196,7 @@ class PlanBackend(OffloadBackend):
     def _attach_components(self, plan: ResolvedPlan, components: list[ResolvedComponent], undo: ExitStack) -> None:
         for component in components:
             stage: Stage | None = None
-            group = self._group(component)
+            group = plan.group(component)
             if component.path in plan.on_demand:
                 stage = OnDemandStage(component.path, group, component.module, self.device)
             elif component.path in plan.swapped:
@@ -227,7 +220,7 @@ class PlanBackend(OffloadBackend):
         if stage is not None:
             self.stages.add(module, stage)
             before = partial(self.runner.announce, stage)
-        if stage is not None or self._holds_shared(module):
+        if stage is not None or self._needs_entries(module):
             entries = EntryPoints(
                 module,
                 path,
@@ -238,12 +231,13 @@ class PlanBackend(OffloadBackend):
             )
         self.components.attach(path, module, undo, before, entries, moves_itself=moves_itself)
 
-    def _holds_shared(self, module: nn.Module) -> bool:
-        """Whether a component that isn't offloaded holds leaves that are."""
-        if self.masters.shared is None:
+    def _needs_entries(self, module: nn.Module) -> bool:
+        """Whether a component that isn't swapped has to know of every way into it: it makes room for itself, or holds
+        leaves that others hold as well."""
+        inside = set(module.modules())
+        if any(stage in inside for stage in self.stages.modules()):
             return False
-        shared = {id(tensor) for tensor in self.masters.shared.tensors}
-        return any(id(leaf.tensor) in shared for leaf in find_leaves(module, ""))
+        return self.shared is not None or any(True for _ in self.stages.modules())
 
     def _not_borrowed(self, plan: ResolvedPlan) -> list[ResolvedComponent]:
         """The components that no other backend looks after: those it places and hooks for both."""
@@ -293,6 +287,14 @@ class PlanBackend(OffloadBackend):
         move_tensors([leaf.tensor for leaf in find_leaves(module, "", kept) if is_plain(leaf)], torch.device("cpu"))
 
     # ------------------------------------------------------------------ calls
+
+    def refresh(self) -> None:
+        """Make what was edited since the call began count; see `CallScope.refresh`."""
+        self.scope.refresh()
+
+    def edits(self) -> AbstractContextManager[None]:
+        """Between forwards of a call, the body may edit weights; see `CallScope.edits`."""
+        return self.scope.edits()
 
     def opened(self, prepare: Callable[[], None] | None = None) -> AbstractContextManager[None]:
         """Be inside a call for the body; `prepare` runs first if this is the outermost one."""
@@ -348,3 +350,13 @@ class PlanBackend(OffloadBackend):
             device_bytes=self.streamer.slots.nbytes + self.stages.nbytes + shared,
             pinned_bytes=self.budget.pinned_bytes,
         )
+
+
+def _require_unowned(units: Sequence[Unit]) -> None:
+    for unit in units:
+        for name, module in unit.module.named_modules(prefix=unit.path):
+            if any(hooks.owned_hook(module, hook) is not None for hook in hooks.OWN_HOOKS):
+                raise RuntimeError(
+                    f"{name} is offloaded by omni offload already, by another pipeline or a PhaseOffload. "
+                    "Call disable_omni_offload() there, or disable() on the PhaseOffload, first."
+                )

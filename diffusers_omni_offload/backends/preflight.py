@@ -73,14 +73,14 @@ def device_need(plan: ResolvedPlan, device: torch.device, slots: int) -> DeviceN
             else:
                 largest = max(largest, Layout([leaf.tensor for leaf in leaves]).nbytes)
                 freed += on_device
-    roles = {plan.component(path).module: plan.component(path).role for path in plan.swapped}
+    groups = {plan.component(path).module: plan.group(plan.component(path)) for path in plan.swapped}
     stages: list[tuple[str, int]] = []
     for unit in units:
-        if unit.module in roles:
+        if unit.module in groups:
             leaves = unit.leaves(counted)
             counted.update(id(leaf.tensor) for leaf in leaves)
             freed += sum(leaf.nbytes for leaf in leaves if leaf.tensor.device == device)
-            stages.append((roles[unit.module], Layout([leaf.tensor for leaf in leaves]).nbytes))
+            stages.append((groups[unit.module], Layout([leaf.tensor for leaf in leaves]).nbytes))
     for path in plan.on_demand:
         counted.update(id(leaf.tensor) for leaf in find_leaves(plan.module(path), path))
     state = 0

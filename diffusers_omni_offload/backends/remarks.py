@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
+from torch import nn
 
 from diffusers_omni_offload.messages import logger
 from diffusers_omni_offload.streaming.stages import Stages
@@ -18,14 +19,20 @@ _NOTICEABLE_WAIT = 0.05
 
 
 def warn_of_plain_tensors(plan: ResolvedPlan) -> None:
-    """Name the tensors in streamed blocks that nothing moves."""
-    paths = _plain_tensor_attributes(plan)
+    """Name the tensors in streamed blocks and in swapped components that nothing moves."""
+    paths = _plain_tensor_attributes(plan.streamed_blocks())
     if paths:
-        more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
         logger.warning(
             "%s: plain tensor attributes, neither parameters nor buffers, stay where they are. "
             "Register them as buffers if the block reads them on the device.",
-            ", ".join(paths[:5]) + more,
+            _first_few(paths),
+        )
+    paths = _plain_tensor_attributes((path, plan.component(path).module) for path in plan.swapped)
+    if paths:
+        # No warning: a model has to move these itself when it is on the device for good, too, and stock models do.
+        logger.info(
+            "%s: plain tensor attributes of swapped components, neither parameters nor buffers, stay where they are.",
+            _first_few(paths),
         )
 
 
@@ -75,11 +82,16 @@ def first_call_summary(masters: Sequence[Master], streamer: Streamer, stages: St
     )
 
 
-def _plain_tensor_attributes(plan: ResolvedPlan) -> list[str]:
-    """Paths of tensors in streamed blocks that are neither parameters nor buffers, and so are never moved."""
+def _first_few(paths: Sequence[str]) -> str:
+    more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
+    return ", ".join(paths[:5]) + more
+
+
+def _plain_tensor_attributes(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
+    """Paths of tensors in these modules that are neither parameters nor buffers, and so are never moved."""
     return [
         f"{module_path}.{name}"
-        for path, block in plan.streamed_blocks()
+        for path, block in modules
         for module_path, module in block.named_modules(prefix=path)
         for name, value in vars(module).items()
         if isinstance(value, torch.Tensor)

@@ -42,6 +42,11 @@ class CallScope:
         self._is_settled = True
 
     @property
+    def call(self) -> object:
+        """Something that stands for the call that is running: another one for each; None between calls."""
+        return self._token
+
+    @property
     def is_open(self) -> bool:
         """Whether the calling thread is inside this scope."""
         return self._owner is threading.current_thread()

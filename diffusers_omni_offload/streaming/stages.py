@@ -28,7 +28,14 @@ RIVALS: Rivals = {
     "encoder": ("dit", "resident", "vae"),
     "vae": ("dit", "resident", "encoder", "vae"),
 }
-"""The groups are the roles of components. A "resident" runs beside the DiT in each step, as a ControlNet does."""
+"""For the roles of components. A "resident" runs beside the DiT in each step, as a ControlNet does."""
+
+
+def rivals_of(groups: Iterable[str]) -> Rivals:
+    """`RIVALS` for the groups that are roles; those of any other group make room for all but their own."""
+    found = set(groups)
+    others = {group: tuple(found - {group}) for group in found if group not in RIVALS}
+    return {**RIVALS, **others}
 
 
 def largest_together(stages: Iterable[tuple[str, int]]) -> int:
@@ -36,10 +43,11 @@ def largest_together(stages: Iterable[tuple[str, int]]) -> int:
     sizes: dict[str, list[int]] = {}
     for group, nbytes in stages:
         sizes.setdefault(group, []).append(nbytes)
+    rivals = rivals_of(sizes)
     # Those of a group that make way for each other are there one at a time.
-    whole = {group: max(found) if group in RIVALS[group] else sum(found) for group, found in sizes.items()}
+    whole = {group: max(found) if group in rivals[group] else sum(found) for group, found in sizes.items()}
     return max(
-        (sum(size for other, size in whole.items() if other == group or other not in RIVALS[group]) for group in whole),
+        (sum(size for other, size in whole.items() if other == group or other not in rivals[group]) for group in whole),
         default=0,
     )
 
@@ -182,21 +190,24 @@ class Stages:
 
     Args:
         streamer: whose device is used.
-        rivals: which groups make room for which.
 
     Attributes:
         swaps: loads of whole components so far.
     """
 
-    def __init__(self, streamer: Streamer, rivals: Rivals = RIVALS) -> None:
+    def __init__(self, streamer: Streamer) -> None:
         self.swaps = 0
-        self._rivals = rivals
+        self._rivals = RIVALS
         self._streamer = streamer
         self._stages: dict[nn.Module, Stage] = {}
         self._by_path: dict[str, Stage] = {}
 
     def __iter__(self) -> Iterator[Stage]:
         return iter(self._stages.values())
+
+    def modules(self) -> Iterable[nn.Module]:
+        """The components that are stages."""
+        return self._stages.keys()
 
     @property
     def nbytes(self) -> int:
@@ -207,6 +218,7 @@ class Stages:
         """Take a stage in."""
         self._stages[module] = stage
         self._by_path[stage.path] = stage
+        self._rivals = rivals_of(other.group for other in self)
 
     def remove(self, module: nn.Module) -> None:
         """Let a stage go, and what it holds of the device."""

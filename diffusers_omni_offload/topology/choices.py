@@ -131,13 +131,14 @@ class Choices:
             )
 
     def _check_kinds(self) -> None:
+        paths = {component.path for component in self._discovery.components}
         for kind in ENCODER_COMPONENT_TYPES:
-            if self._config.selects(kind) and not self.declared_encoders(kind):
+            if self._config.selects(kind) and kind not in paths and not self.declared_encoders(kind):
                 raise ValueError(
                     f"components has {kind!r}, but {self._name} declares no such encoder ({self._discovery.source}: "
                     f"{', '.join(self._discovery.declared['encoder']) or 'no encoders'}); leave it out."
                 )
-        if self._config.selects("vae") and not self._discovery.loaded("vae"):
+        if self._config.selects("vae") and "vae" not in paths and not self._discovery.loaded("vae"):
             raise ValueError(f"components has 'vae', but {self._name} has none; leave it out.")
 
 

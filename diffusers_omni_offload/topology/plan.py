@@ -95,7 +95,8 @@ class ResolvedPlan:
 
     With `skip_reason` set, nothing at all is placed or hooked. `swapped` are the paths of the components that are moved
     as wholes, `on_demand` those of the components (or of DiT submodules) that load and offload themselves.
-    `entry_points`: component -> its methods that use its weights.
+    `entry_points`: component -> its methods that use its weights. `groups`: component -> what it has in common with
+    those that stay on the device when it runs, if that isn't its role.
     """
 
     strategy: OffloadStrategy
@@ -104,6 +105,7 @@ class ResolvedPlan:
     swapped: tuple[str, ...] = ()
     on_demand: tuple[str, ...] = ()
     entry_points: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    groups: Mapping[str, str] = field(default_factory=dict)
     skip_reason: str | None = None
     notes: tuple[str, ...] = ()
 
@@ -120,6 +122,10 @@ class ResolvedPlan:
             return None
         swapped = map(self.component, self.swapped)
         return next((outer for outer in swapped if component.module in set(outer.module.modules())), None)
+
+    def group(self, component: ResolvedComponent) -> str:
+        """What a component has in common with those that stay on the device when it runs."""
+        return self.groups.get(component.path, component.role)
 
     def module(self, path: str) -> nn.Module:
         """The module at `path`: a component, or a part of one. KeyError if there is none."""

@@ -13,7 +13,7 @@ from diffusers_omni_offload.weights.pinning import HostBuffer, PinnedBudget
 from diffusers_omni_offload.weights.snapshot import Snapshot
 
 #: Freed heap memory goes back to the system whenever so many bytes were packed.
-_TRIM_BYTES = 256 << 20
+_TRIM_BYTES = 32 << 20
 
 _Binding = list[tuple[torch.Tensor, torch.Tensor]]
 
