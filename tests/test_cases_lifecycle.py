@@ -14,6 +14,7 @@ from torch import nn
 
 from diffusers_omni_offload import OffloadPlan
 from tests.comparing import State, assert_equal, leftovers, modules, resident_output
+from tests.modes import MODES, in_every_mode
 from tests.tiny import ToyDiT, ToyPipeline, build_sd3, build_toy, build_wan, run
 from tests.tiny.toy import ToyOutput, ToyTextEncoder, ToyVAE
 
@@ -30,27 +31,36 @@ def _hooks(pipe: Any) -> dict[str, list[str]]:
     }
 
 
-def test_diffusers_2907_enabling_twice_stacks_nothing(device: torch.device) -> None:
+@in_every_mode
+def test_diffusers_2907_enabling_twice_stacks_nothing(device: torch.device, mode: str) -> None:
     """The second time added hooks to the first's, and the execution device was lost."""
     reference = resident_output(full_toy, device)
     pipe, call = full_toy()
-    pinned = pipe.enable_omni_offload("layer").pinned_bytes
+    pinned = pipe.enable_omni_offload(**MODES[mode]).pinned_bytes
     before = _hooks(pipe)
     assert all(len(names) == 1 for names in before.values())
-    pipe.enable_omni_offload("layer")
+    pipe.enable_omni_offload(**MODES[mode])
     assert _hooks(pipe) == before and pipe.omni_offload.pinned_bytes == pinned
     assert_equal(run(pipe, call), reference)
-    pipe.enable_omni_offload("layer", slots=3)
+    pipe.enable_omni_offload(**MODES[mode], slots=3)
     assert _hooks(pipe) == before and pipe.omni_offload.pinned_bytes == pinned
     assert pipe._execution_device == torch.device("sim:0")
     assert_equal(run(pipe, call), reference)
 
 
-_MODES: list[dict[str, Any] | None] = [None, {}, {"components": ["dit", "text_encoder"]}, {"slots": 1}]
+_OPTIONS: list[dict[str, Any] | None] = [
+    None,
+    {},
+    {"components": ["dit", "text_encoder"]},
+    {"slots": 1},
+    MODES["module"],
+    MODES["mixed"],
+    {"components": {"dit": "module", "vae": "module"}},
+]
 
 
-@pytest.mark.parametrize("second", range(len(_MODES)))
-@pytest.mark.parametrize("first", range(len(_MODES)))
+@pytest.mark.parametrize("second", range(len(_OPTIONS)))
+@pytest.mark.parametrize("first", range(len(_OPTIONS)))
 def test_diffusers_10452_switching_modes_leaves_nothing_of_the_old_one(
     device: torch.device, sim: ModuleType, first: int, second: int
 ) -> None:
@@ -59,12 +69,12 @@ def test_diffusers_10452_switching_modes_leaves_nothing_of_the_old_one(
     pipe, call = full_toy()
     originals = {path: type(module).forward for path, module in modules(pipe)}
     before, memory = State.of(pipe), _memory(sim)
-    for index in (first, second):
-        if _MODES[index] is None:
+    for options in (_OPTIONS[first], _OPTIONS[second]):
+        if options is None:
             pipe.disable_omni_offload()
         else:
-            pipe.enable_omni_offload("layer", **_MODES[index])
-        assert_equal(run(pipe, call), on_cpu if _MODES[index] is None else reference)
+            pipe.enable_omni_offload(**options)
+        assert_equal(run(pipe, call), on_cpu if options is None else reference)
     pipe.disable_omni_offload()
     assert_equal(run(pipe, call), on_cpu)
     before.assert_same(State.of(pipe))
@@ -78,7 +88,8 @@ def _memory(sim: ModuleType) -> tuple[int, int]:
     return torch.accelerator.memory_allocated(), sim.stats()["pinned_current"]
 
 
-def test_diffusers_11768_no_module_keeps_state_of_ours(device: torch.device) -> None:
+@in_every_mode
+def test_diffusers_11768_no_module_keeps_state_of_ours(device: torch.device, mode: str) -> None:
     """Removing hooks stopped at a parent that had none, and what lay below acted later; a cache's hook stays here."""
     from diffusers import FirstBlockCacheConfig
 
@@ -86,7 +97,7 @@ def test_diffusers_11768_no_module_keeps_state_of_ours(device: torch.device) -> 
     pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.0))
     before = _hooks(pipe)
     assert before
-    pipe.enable_omni_offload("layer", components=["dit", "text_encoder"])
+    pipe.enable_omni_offload(**MODES[mode])
     run(pipe, call)
     pipe.disable_omni_offload()
     assert _hooks(pipe) == before
@@ -101,12 +112,15 @@ def test_diffusers_11768_no_module_keeps_state_of_ours(device: torch.device) -> 
             assert not vars(module).keys() & allowed, path
 
 
+@in_every_mode
 @pytest.mark.parametrize("where", ["sim", "sim:0", "cpu"])
-def test_diffusers_7448_moving_an_offloaded_pipeline(device: torch.device, sim: ModuleType, where: str) -> None:
+def test_diffusers_7448_moving_an_offloaded_pipeline(
+    device: torch.device, sim: ModuleType, where: str, mode: str
+) -> None:
     """`pipe.to("cuda")` after enabling moved everything to the device, or failed with an obscure error."""
     reference = resident_output(full_toy, device)
     pipe, call = full_toy()
-    handle = pipe.enable_omni_offload("layer")
+    handle = pipe.enable_omni_offload(**MODES[mode])
     run(pipe, call)
     torch.accelerator.reset_peak_memory_stats()
     held = torch.accelerator.memory_allocated()
@@ -115,7 +129,8 @@ def test_diffusers_7448_moving_an_offloaded_pipeline(device: torch.device, sim: 
     else:
         with pytest.raises(ValueError, match=r"offloaded.*disable_omni_offload\(\)"):
             pipe.to(where)
-        pipe.transformer.to(where)
+        for component in (pipe.transformer, pipe.text_encoder, pipe.vae):
+            component.to(where)
     assert torch.accelerator.max_memory_allocated() - held <= handle.device_bytes
     assert_equal(run(pipe, call), reference)
 
@@ -129,16 +144,17 @@ class SecondPipeline(ToyPipeline):
 
 @pytest.mark.parametrize("how", ["from_pipe", "components"])
 @pytest.mark.parametrize("end", ["disable first", "disable second", "delete first", "delete second"])
+@in_every_mode
 def test_diffusers_7891_pipelines_that_share_components(
-    device: torch.device, sim: ModuleType, how: str, end: str
+    device: torch.device, sim: ModuleType, how: str, end: str, mode: str
 ) -> None:
     """Hooks belong to a module, settings to one pipeline: mixed devices, crashes, components without offload."""
     reference = resident_output(full_toy, device)
     memory = _memory(sim)
     first, call = full_toy()
     second = SecondPipeline.from_pipe(first) if how == "from_pipe" else SecondPipeline(**first.components)
-    weights = first.enable_omni_offload("layer").pinned_bytes
-    second.enable_omni_offload("layer")
+    weights = first.enable_omni_offload(**MODES[mode]).pinned_bytes
+    second.enable_omni_offload(**MODES[mode])
     assert _memory(sim)[1] - memory[1] == weights
     for _ in range(2):
         assert_equal(run(first, call), reference)
@@ -178,12 +194,13 @@ class WithoutCleanup(ToyPipeline):
         return ToyOutput(images=self.vae.decode(self.transformer(latents)))
 
 
-def test_diffusers_5680_no_cleanup_at_the_end_of_a_call(device: torch.device) -> None:
+@pytest.mark.parametrize("options", [*MODES.values(), {"components": ["dit", "text_encoder"]}])
+def test_diffusers_5680_no_cleanup_at_the_end_of_a_call(device: torch.device, options: dict[str, Any]) -> None:
     """Weights stayed on the device after a call, and the second one ran out of memory."""
     parts = {"transformer": ToyDiT(6).eval(), "text_encoder": ToyTextEncoder(6).eval(), "vae": ToyVAE().eval()}
     pipe = WithoutCleanup(**parts)
     call = lambda: {"x": torch.ones(1, 4, 8)}  # noqa: E731
-    pipe.enable_omni_offload("layer", components=["dit", "text_encoder"])
+    pipe.enable_omni_offload(**options)
     idle = torch.accelerator.memory_allocated()
     outputs = []
     for _ in range(3):
@@ -195,19 +212,27 @@ def test_diffusers_5680_no_cleanup_at_the_end_of_a_call(device: torch.device) ->
         assert_equal(output, run(pipe, call))
 
 
-@pytest.mark.parametrize("what", ["out of memory", "interrupt in a callback", "interrupt flag"])
-def test_scope_136_a_pipeline_goes_on_after_a_failure(device: torch.device, sim: ModuleType, what: str) -> None:
+@in_every_mode
+@pytest.mark.parametrize(
+    "what", ["out of memory", "out of memory in the middle", "interrupt in a callback", "interrupt flag"]
+)
+def test_scope_136_a_pipeline_goes_on_after_a_failure(
+    device: torch.device, sim: ModuleType, what: str, mode: str
+) -> None:
     """After an out-of-memory error or an interrupt the pipeline could not be used again, even at a smaller size."""
     resident, call = build_sd3()
     resident.to(device)
     reference = run(resident, call)
     pipe, _ = build_sd3()
-    pipe.enable_omni_offload("layer")
+    pipe.enable_omni_offload(**MODES[mode])
+    torch.accelerator.reset_peak_memory_stats()
     run(pipe, call)
     gc.collect()
     idle = torch.accelerator.memory_allocated()
-    if what == "out of memory":
-        sim.configure(capacity_bytes=idle + 64 * 1024)
+    if what.startswith("out of memory"):
+        # There isn't even room for a component's weights, or there is room for all but larger activations.
+        enough = torch.accelerator.max_memory_allocated() if what.endswith("middle") else idle
+        sim.configure(capacity_bytes=enough + 64 * 1024)
         with pytest.raises(torch.OutOfMemoryError):
             run(pipe, lambda: {**call(), "height": 256, "width": 256})
         sim.configure(capacity_bytes=None)
@@ -284,28 +309,35 @@ def _placed(build: Callable[[], tuple[Any, Any]], device: torch.device) -> Calla
     return make
 
 
-def test_diffusers_7970_ten_calls_hold_what_one_holds(device: torch.device, sim: ModuleType) -> None:
+@pytest.mark.parametrize("options", [*MODES.values(), {"components": ["dit", "text_encoder"]}])
+def test_diffusers_7970_ten_calls_hold_what_one_holds(
+    device: torch.device, sim: ModuleType, options: dict[str, Any]
+) -> None:
     """Host memory grew with every call and wasn't given back by deleting the pipeline."""
     memory = _memory(sim)
     pipe, call = full_toy()
-    handle = pipe.enable_omni_offload("layer", components=["dit", "text_encoder"])
+    handle = pipe.enable_omni_offload(**options)
     run(pipe, call)
-    streamed = [t for s in handle.plan.stacks for b in s.blocks for t in [*b.parameters(), *b.buffers()]]
-    held, addresses = _memory(sim), [tensor.data_ptr() for tensor in streamed]
+    offloaded = [block for stack in handle.plan.stacks for block in stack.blocks]
+    offloaded += [handle.plan.component(path).module for path in handle.plan.swapped]
+    tensors = [tensor for module in offloaded for tensor in [*module.parameters(), *module.buffers()]]
+    held, addresses = _memory(sim), [tensor.data_ptr() for tensor in tensors]
     for _ in range(10):
         run(pipe, call)
-        assert [tensor.data_ptr() for tensor in streamed] == addresses
+        assert [tensor.data_ptr() for tensor in tensors] == addresses
     assert _memory(sim) == held
     gone = [weakref.ref(thing) for thing in (pipe, handle, handle.backend, pipe.transformer.blocks[0], pipe.vae)]
-    del pipe, handle, streamed
+    del pipe, handle, offloaded, tensors
     assert _memory(sim) == memory
     assert [reference() for reference in gone] == [None] * len(gone)
 
 
-def test_vllm_omni_6451_the_second_call_peaks_no_higher(device: torch.device) -> None:
+@pytest.mark.parametrize("options", [*MODES.values(), {"components": ["dit", "text_encoder"]}])
+def test_vllm_omni_6451_the_second_call_peaks_no_higher(device: torch.device, options: dict[str, Any]) -> None:
     """The first request was fine, the second ran out of memory: what was resident after it differed."""
     pipe, call = build_sd3()
-    pipe.enable_omni_offload("layer", components=["dit", "text_encoder"])
+    pipe.enable_omni_offload(**options)
+    pipe.scheduler.set_timesteps(2, device=device)  # It keeps its tensors of the last call on the device.
     peaks = []
     for _ in range(4):
         torch.accelerator.reset_peak_memory_stats()
@@ -314,28 +346,30 @@ def test_vllm_omni_6451_the_second_call_peaks_no_higher(device: torch.device) ->
     assert peaks[1] <= peaks[0] and len(set(peaks[1:])) == 1
 
 
+@in_every_mode
 @pytest.mark.parametrize("place", ["pipeline", "component"])
-def test_diffusers_7914_a_device_map_owns_the_placement(device: torch.device, place: str) -> None:
+def test_diffusers_7914_a_device_map_owns_the_placement(device: torch.device, place: str, mode: str) -> None:
     """A pipeline that was loaded with a device map was asked to offload: two owners of the placement."""
     pipe, call = full_toy()
     owner = pipe if place == "pipeline" else pipe.text_encoder
     owner.hf_device_map = {"": "sim:0"} if place == "component" else {"transformer": "sim:0", "vae": "cpu"}
     before = {path: sorted(vars(module)) for path, module in modules(pipe)}
     with pytest.raises((RuntimeError, ValueError), match=r"device_map.*reset_device_map\(\)"):
-        pipe.enable_omni_offload("layer")
+        pipe.enable_omni_offload(**MODES[mode])
     assert {path: sorted(vars(module)) for path, module in modules(pipe)} == before and pipe.omni_offload is None
     owner.hf_device_map = None
-    pipe.enable_omni_offload("layer")
+    pipe.enable_omni_offload(**MODES[mode])
     assert run(pipe, call).size
 
 
-def test_diffusers_7914_the_old_offload_is_named(device: torch.device) -> None:
+@in_every_mode
+def test_diffusers_7914_the_old_offload_is_named(device: torch.device, mode: str) -> None:
     """Never two sets of hooks: accelerate's are refused by name, and removing them is what helps."""
     reference = resident_output(full_toy, device)
     pipe, call = full_toy()
     pipe.enable_model_cpu_offload(device=device)
     with pytest.raises(RuntimeError, match=r"accelerate's .*remove_all_hooks\(\)"):
-        pipe.enable_omni_offload("layer")
+        pipe.enable_omni_offload(**MODES[mode])
     pipe.remove_all_hooks()
-    pipe.enable_omni_offload("layer")
+    pipe.enable_omni_offload(**MODES[mode])
     assert_equal(run(pipe, call), reference)

@@ -9,6 +9,7 @@ import torch
 from tests.tiny import build_cosmos3_omni
 from tests.tiny.transformers import cosmos3_omni_transformer
 from tests.zoo.building import normal
+from tests.zoo.modular import assemble_modular
 from tests.zoo.registry import Arguments, pipeline, transformer
 
 
@@ -40,3 +41,14 @@ def cosmos3() -> tuple[Any, Arguments]:
 @pipeline("Cosmos3OmniPipeline")
 def cosmos3_pipeline() -> tuple[Any, Arguments]:
     return build_cosmos3_omni()
+
+
+@pipeline("Cosmos3OmniModularPipeline")
+def cosmos3_modular_pipeline() -> tuple[Any, Arguments]:
+    from diffusers import Cosmos3OmniBlocks
+
+    pipe, call = build_cosmos3_omni()
+    names = ("transformer", "text_tokenizer", "vae", "scheduler")
+    modular = assemble_modular(Cosmos3OmniBlocks, {name: getattr(pipe, name) for name in names})
+    modular.disable_safety_checker()
+    return modular, lambda: {name: value for name, value in call().items() if name != "enable_safety_check"}

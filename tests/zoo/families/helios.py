@@ -9,6 +9,7 @@ import torch
 from tests.zoo.assembly import arguments, assemble
 from tests.zoo.building import build, normal
 from tests.zoo.families.wan import WAN_CALL, wan_components
+from tests.zoo.modular import assemble_modular
 from tests.zoo.registry import Arguments, pipeline, transformer
 
 
@@ -56,6 +57,7 @@ _CALL = {
     "num_frames": 9,
     "num_latent_frames_per_chunk": 2,
 }
+_MODULAR_CALL = {name: value for name, value in _CALL.items() if name != "guidance_scale"}
 
 
 @pipeline("HeliosPipeline")
@@ -74,3 +76,21 @@ def helios_pyramid_pipeline() -> tuple[Any, Arguments]:
     components = {**wan_components(), "scheduler": HeliosScheduler(stages=2, stage_range=[0, 1 / 2, 1])}
     pipe = assemble(HeliosPyramidPipeline, components, transformer=helios_transformer())
     return pipe, arguments(**_CALL, pyramid_num_inference_steps_list=[1, 2])
+
+
+@pipeline("HeliosModularPipeline")
+def helios_modular_pipeline() -> tuple[Any, Arguments]:
+    from diffusers import HeliosAutoBlocks, HeliosScheduler
+
+    components = {**wan_components(), "scheduler": HeliosScheduler(stage_range=[0, 1], stages=1)}
+    pipe = assemble_modular(HeliosAutoBlocks, components, transformer=helios_transformer())
+    return pipe, arguments(**_MODULAR_CALL, num_inference_steps=2)
+
+
+@pipeline("HeliosPyramidModularPipeline")
+def helios_pyramid_modular_pipeline() -> tuple[Any, Arguments]:
+    from diffusers import HeliosPyramidAutoBlocks, HeliosScheduler
+
+    components = {**wan_components(), "scheduler": HeliosScheduler(stages=2, stage_range=[0, 1 / 2, 1])}
+    pipe = assemble_modular(HeliosPyramidAutoBlocks, components, transformer=helios_transformer())
+    return pipe, arguments(**_MODULAR_CALL, pyramid_num_inference_steps_list=[1, 2])

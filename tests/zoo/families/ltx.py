@@ -12,6 +12,7 @@ from tests.tiny.pipelines import flow_scheduler
 from tests.zoo.assembly import arguments, assemble
 from tests.zoo.building import build, normal, picture
 from tests.zoo.clips import clip
+from tests.zoo.modular import assemble_modular
 from tests.zoo.registry import Arguments, pipeline, transformer
 
 
@@ -69,26 +70,31 @@ def ltx_vae() -> Any:
     return vae
 
 
-def ltx_pipeline(pipeline_class: type, **fixed: Any) -> tuple[Any, Arguments]:
-    components = {
+def ltx_components() -> dict[str, Any]:
+    return {
         "scheduler": flow_scheduler(),
         "vae": ltx_vae(),
         "text_encoder": text_encoders.t5_encoder(32),
         "tokenizer": t5_tokenizer(),
         "transformer": ltx_transformer(),
     }
-    call = {
-        "prompt": "dance monkey",
-        "negative_prompt": "negative",
-        "height": 32,
-        "width": 32,
-        "num_frames": 9,
-        "num_inference_steps": 2,
-        "guidance_scale": 3.0,
-        "max_sequence_length": 16,
-        "output_type": "np",
-    }
-    return assemble(pipeline_class, components), arguments(**{**call, **fixed})
+
+
+LTX_CALL = {
+    "prompt": "dance monkey",
+    "negative_prompt": "negative",
+    "height": 32,
+    "width": 32,
+    "num_frames": 9,
+    "num_inference_steps": 2,
+    "guidance_scale": 3.0,
+    "max_sequence_length": 16,
+    "output_type": "np",
+}
+
+
+def ltx_pipeline(pipeline_class: type, **fixed: Any) -> tuple[Any, Arguments]:
+    return assemble(pipeline_class, ltx_components()), arguments(**{**LTX_CALL, **fixed})
 
 
 @pipeline("LTXPipeline")
@@ -140,3 +146,11 @@ def ltx_upsample_pipeline() -> tuple[Any, Arguments]:
     upsampler = build(LTXLatentUpsamplerModel, 52, in_channels=8, mid_channels=32, num_blocks_per_stage=3)
     pipe = LTXLatentUpsamplePipeline(vae=ltx_vae(), latent_upsampler=upsampler)
     return pipe, arguments(video=clip(5, 32, 32), height=32, width=32, adain_factor=0.5, output_type="np")
+
+
+@pipeline("LTXModularPipeline")
+def ltx_modular_pipeline() -> tuple[Any, Arguments]:
+    from diffusers import LTXAutoBlocks
+
+    call = {name: value for name, value in LTX_CALL.items() if name != "guidance_scale"}
+    return assemble_modular(LTXAutoBlocks, ltx_components()), arguments(**call, image=picture())

@@ -11,6 +11,7 @@ from tests.zoo.assembly import arguments, assemble
 from tests.zoo.building import build, normal, picture
 from tests.zoo.clips import clip
 from tests.zoo.gemma import gemma3, gemma_tokenizer
+from tests.zoo.modular import assemble_modular
 from tests.zoo.registry import Arguments, pipeline, transformer
 
 # Widths of both streams, which the refiner of SANA-WM takes, too.
@@ -204,3 +205,11 @@ def latent_upsampler(**config: Any) -> Any:
     from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
 
     return build(LTX2LatentUpsamplerModel, 59, in_channels=4, mid_channels=32, num_blocks_per_stage=3, **config)
+
+
+@pipeline("LTX2ModularPipeline")
+def ltx2_modular_pipeline() -> tuple[Any, Arguments]:
+    from diffusers import LTX2AutoBlocks
+
+    call = {name: LTX2_CALL[name] for name in LTX2_CALL if "guidance" not in name}
+    return assemble_modular(LTX2AutoBlocks, ltx2_components()), arguments(**call)

@@ -12,6 +12,7 @@ from tests.tiny.pipelines import unipc_scheduler
 from tests.zoo.assembly import arguments, assemble
 from tests.zoo.building import build, normal, picture
 from tests.zoo.clips import clip
+from tests.zoo.modular import assemble_modular
 from tests.zoo.registry import Arguments, pipeline, transformer
 
 # Widths that all DiTs of the family take.
@@ -36,6 +37,10 @@ WAN_CALL = {
     "max_sequence_length": 16,
     "output_type": "np",
 }
+
+
+# Modular pipelines have a guider of their own.
+MODULAR_CALL = {name: value for name, value in WAN_CALL.items() if name != "guidance_scale"}
 
 
 def wan_components() -> dict[str, Any]:
@@ -186,3 +191,32 @@ def wan_animate_pipeline() -> tuple[Any, Arguments]:
     )
     call = {**WAN_CALL, "max_sequence_length": 512, "segment_frame_length": 5}
     return pipe, arguments(**call, image=picture(16, 16), pose_video=clip(5), face_video=clip(5))
+
+
+@pipeline("WanModularPipeline")
+def wan_modular_pipeline() -> tuple[Any, Arguments]:
+    """Wan 2.2's blocks: two DiTs."""
+    from diffusers import Wan22Blocks
+
+    pipe = assemble_modular(
+        Wan22Blocks, wan_components(), transformer=wan_transformer(seed=7), transformer_2=wan_transformer(seed=17)
+    )
+    return pipe, arguments(**MODULAR_CALL, num_frames=5)
+
+
+@pipeline("WanImage2VideoModularPipeline")
+def wan_image_to_video_modular_pipeline() -> tuple[Any, Arguments]:
+    from diffusers import Wan22Image2VideoBlocks
+
+    dits = {"transformer": wan_transformer(36, seed=7), "transformer_2": wan_transformer(36, seed=17)}
+    pipe = assemble_modular(Wan22Image2VideoBlocks, wan_components(), **dits)
+    return pipe, arguments(**MODULAR_CALL, image=picture(16, 16), num_frames=5)
+
+
+@pipeline("Wan22VaceModularPipeline")
+def wan_vace_modular_pipeline() -> tuple[Any, Arguments]:
+    from diffusers import Wan22VaceBlocks
+
+    dits = {"transformer": vace_transformer(), "transformer_2": vace_transformer(33)}
+    pipe = assemble_modular(Wan22VaceBlocks, wan_components(), **dits)
+    return pipe, arguments(**MODULAR_CALL, video=clip(5), mask=clip(5), num_frames=5)
