@@ -17,18 +17,21 @@ import torch
 import diffusers_omni_offload
 from diffusers_omni_offload import OffloadConfig
 from tests.comparing import State, assert_equal, resident_output
+from tests.modes import MODES, in_every_mode
 from tests.tiny import build_sd3, build_toy, build_wan, run
 
 # ---------------------------------------------------------------------- skipping
 
 
-@pytest.mark.parametrize("slots", [1, 2, 3])
-def test_sglang_35858_random_skips_early_ends_and_repeats(device: torch.device, sim: ModuleType, slots: int) -> None:
+@pytest.mark.parametrize(("mode", "slots"), [("layer", 1), ("layer", 2), ("layer", 3), ("module", 2), ("mixed", 2)])
+def test_sglang_35858_random_skips_early_ends_and_repeats(
+    device: torch.device, sim: ModuleType, mode: str, slots: int
+) -> None:
     """Caches skip blocks in the middle, though offload was made for blocks that all run in order."""
-    resident, _ = build_toy(6)
+    resident, _ = build_toy(6, text_encoder=True, vae=True)
     resident.to(device)
-    pipe, _ = build_toy(6)
-    handle = pipe.enable_omni_offload("layer", slots=slots)
+    pipe, _ = build_toy(6, text_encoder=True, vae=True)
+    handle = pipe.enable_omni_offload(**MODES[mode], slots=slots)
     held = torch.accelerator.memory_allocated()
     source = random.Random(slots)
     x = torch.randn(1, 4, 8, generator=torch.Generator().manual_seed(0)).to(device)
@@ -68,7 +71,8 @@ def test_sglang_35858_consecutive_blocks_never_wait_for_a_whole_copy(device: tor
     assert checked >= 15
 
 
-def test_vllm_omni_1710_skip_layer_guidance(device: torch.device) -> None:
+@in_every_mode
+def test_vllm_omni_1710_skip_layer_guidance(device: torch.device, mode: str) -> None:
     """SD3's skip-layer guidance leaves blocks out of an extra forward of some steps."""
     arguments = {
         "num_inference_steps": 4,
@@ -82,7 +86,7 @@ def test_vllm_omni_1710_skip_layer_guidance(device: torch.device) -> None:
     plain = run(resident, call)
     reference = run(resident, lambda: {**call(), **arguments})
     pipe, _ = build_sd3()
-    pipe.enable_omni_offload("layer")
+    pipe.enable_omni_offload(**MODES[mode])
     for _ in range(2):
         assert_equal(run(pipe, lambda: {**call(), **arguments}), reference)
         assert_equal(run(pipe, call), plain)
@@ -183,14 +187,15 @@ def test_diffusers_14304_what_was_done_can_be_seen(
     assert len([record for record in caplog.records if "pinned" in record.getMessage()]) == 1
 
 
-def test_diffusers_12749_more_residents_than_blocks_are_all_of_them(device: torch.device) -> None:
+@pytest.mark.parametrize("mode", ["layer", "mixed"])
+def test_diffusers_12749_more_residents_than_blocks_are_all_of_them(device: torch.device, mode: str) -> None:
     """A number that is too large should fill the card, and not fail in the middle of a run."""
-    reference: Any = resident_output(lambda: build_toy(4), device)
-    pipe, call = build_toy(4)
-    handle = pipe.enable_omni_offload("layer", layer_options={"dit": {"resident_layers": 999}})
+    reference: Any = resident_output(lambda: build_toy(4, text_encoder=True, vae=True), device)
+    pipe, call = build_toy(4, text_encoder=True, vae=True)
+    handle = pipe.enable_omni_offload(**MODES[mode], layer_options={"dit": {"resident_layers": 999}})
     assert any("999" in note for note in handle.plan.notes)
     assert_equal(run(pipe, call), reference)
-    assert handle.loads == 0
+    assert handle.loads == 0 and handle.swaps == (2 if mode == "mixed" else 0)
 
 
 def _toy(residents: int) -> Callable[[], dict[str, Any]]:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from diffusers_omni_offload.platform import Platform
 from diffusers_omni_offload.weights import pinning
 from tests.comparing import State, assert_equal, resident_output
+from tests.modes import MODES, chosen, in_every_mode
 from tests.tiny import ToyDiT, ToyPipeline, build_flux2, build_toy, build_wan, reload, run
 
 
@@ -236,12 +237,13 @@ def test_sdnext_5092_mapped_weights_are_read_once_and_never_copied_back(
     assert_equal(output.cpu().numpy(), reference)
 
 
+@pytest.mark.parametrize("options", [*MODES.values(), {"components": ["dit", "text_encoder"]}])
 def test_vllm_omni_1686_calls_pin_nothing_and_move_nothing_back(
-    device: torch.device, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, sim: ModuleType, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     """Most of the cost of a swap was copying clean weights back, and pinning anew."""
     pipe, call = full_toy()
-    pipe.enable_omni_offload("layer", components=["dit", "text_encoder"])
+    pipe.enable_omni_offload(**options)
     run(pipe, call)
     made: list[str] = []
     monkeypatch.setattr(Platform, "register_host_memory", lambda *args: made.append("pinned"))
@@ -254,10 +256,11 @@ def test_vllm_omni_1686_calls_pin_nothing_and_move_nothing_back(
     assert made == [] and images.shape == (1, 3, 4)
 
 
+@in_every_mode
 @pytest.mark.parametrize("start", ["on the device", "on the host"])
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_vllm_omni_5358_enabling_never_rises_above_where_it_started(
-    device: torch.device, start: str, slots: int
+    device: torch.device, start: str, slots: int, mode: str
 ) -> None:
     """Everything was put on the device before the offloader acted: out of memory on the cards it is meant for."""
     pipe, call = build_toy(6, text_encoder=True, vae=True, width=64)
@@ -265,14 +268,18 @@ def test_vllm_omni_5358_enabling_never_rises_above_where_it_started(
         pipe.to(device)
     torch.accelerator.reset_peak_memory_stats()
     before = torch.accelerator.memory_allocated()
-    handle = pipe.enable_omni_offload("layer", slots=slots)
+    handle = pipe.enable_omni_offload(**MODES[mode], slots=slots)
     peak, idle = torch.accelerator.max_memory_allocated(), torch.accelerator.memory_allocated()
+    assert (handle.device_bytes == 0) == (mode == "module")
     window = handle.device_bytes + slots * 512
     assert peak <= (before if start == "on the device" else idle) + window
-    streamed = {id(tensor) for block in pipe.transformer.blocks for tensor in block.state_dict(keep_vars=True).values()}
-    for component in (pipe.transformer, pipe.text_encoder, pipe.vae):
-        for tensor in [*component.parameters()]:
-            assert tensor.device.type == ("cpu" if id(tensor) in streamed else "sim")
+    parts = {"dit": pipe.transformer, "text_encoder": pipe.text_encoder, "vae": pipe.vae}
+    offloaded = [pipe.transformer.blocks] if chosen(mode, "dit") == "layer" else []
+    offloaded += [part for kind, part in parts.items() if chosen(mode, kind) == "module"]
+    on_host = {id(tensor) for part in offloaded for tensor in [*part.parameters(), *part.buffers()]}
+    for part in parts.values():
+        for tensor in [*part.parameters(), *part.buffers()]:
+            assert tensor.device.type == ("cpu" if id(tensor) in on_host else "sim")
     if start == "on the device":
         assert idle < before
     run(pipe, call)
