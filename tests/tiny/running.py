@@ -10,7 +10,7 @@ import torch
 
 # What pipelines make, and what is compared of those that make nothing. A modular pipeline returns everything that it
 # has ever held, embeddings too, so the order matters.
-_MADE = ("frames", "images", "video", "videos", "audios", "audio", "prediction", "coords_nm", "image")
+_MADE = ("frames", "images", "videos", "video", "audios", "audio", "prediction", "coords_nm", "image")
 _EMBEDDED = ("prompt_embeds", "image_embeds")
 
 
