@@ -112,8 +112,8 @@ def _all_of(contexts: Sequence[AbstractContextManager[None]]) -> Iterator[None]:
 
 
 def _takes(pipeline: SupportsModelCpuOffload, name: str) -> bool:
-    """Whether it can be given this argument. A selection needs a parameter of its own: what takes any keyword may ignore
-    it."""
+    """Whether it can be given this argument. A selection needs a parameter of its own: what takes any keyword may
+    ignore it."""
     parameters = inspect.signature(pipeline.enable_omni_model_cpu_offload).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return name in parameters or (takes_any and name != "offload_components")

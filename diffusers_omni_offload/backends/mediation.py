@@ -81,9 +81,23 @@ class Mediation:
 
 @functools.cache
 def _running_on(cls: type, device: torch.device) -> type:
-    """`cls`, under its own name, with `device` as its instances' device."""
+    """`cls`, under its own name and equal to it, with `device` as its instances' device."""
+
+    class Same(type(cls)):  # type: ignore[misc]
+        """`from_pipe` takes a component over if `type(component)` is among the classes that it knows."""
+
+        def __eq__(self, other: object) -> bool:
+            return _stock(self) is _stock(other)
+
+        def __hash__(self) -> int:
+            return hash(cls)
+
     copied = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(cls.__name__, (cls,), {"device": property(lambda self: device), "_omni_stock_class": cls, **copied})
+    return Same(cls.__name__, (cls,), {"device": property(lambda self: device), "_omni_stock_class": cls, **copied})
+
+
+def _stock(cls: object) -> object:
+    return vars(cls).get("_omni_stock_class", cls) if isinstance(cls, type) else cls
 
 
 def _cast(function: Callable[[torch.Tensor], torch.Tensor]) -> torch.dtype | None:

@@ -10,6 +10,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from itertools import chain
 from typing import Any
 
 import torch
@@ -157,31 +158,28 @@ class OnDemandStage(Stage):
     def __init__(self, path: str, group: str, module: Any, device: torch.device) -> None:
         super().__init__(path, group)
         self._module, self._device = module, device
-        self._is_loaded = False
 
     @property
     def is_loaded(self) -> bool:
-        return self._is_loaded
+        # The pipeline may have called the lifecycle itself.
+        return any(tensor.device == self._device for tensor in chain(self._module.parameters(), self._module.buffers()))
 
     @property
     def nbytes(self) -> int:
         return 0
 
     def load(self) -> None:
-        self._is_loaded = True
         takes_device = bool(inspect.signature(self._module.load_to_device).parameters)
         self._module.load_to_device(*([self._device] if takes_device else []))
 
     def settle(self, undo: ExitStack) -> None:
         """Have the component on the host, where it belongs until it is entered; `undo` gets the way back first."""
-        device = self._device
-        if any(tensor.device == device for tensor in (*self._module.parameters(), *self._module.buffers())):
+        if self.is_loaded:
             undo.callback(self.load)
             self._module.offload_to_cpu()
 
     def give_up(self) -> None:
-        if self._is_loaded:
-            self._is_loaded = False
+        if self.is_loaded:
             self._module.offload_to_cpu()
 
 
