@@ -7,19 +7,30 @@ import importlib.metadata
 import inspect
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from diffusers import WanPipeline
+from torch import nn
 
 import diffusers_omni_offload
-from diffusers_omni_offload import OffloadHandle, OffloadPlan, enable_omni_offload, registered_pipelines
+from diffusers_omni_offload import (
+    OffloadHandle,
+    OffloadPlan,
+    SupportsModelCpuOffload,
+    enable_omni_offload,
+    registered_pipelines,
+)
 from diffusers_omni_offload.demo import __main__ as demo
 from diffusers_omni_offload.demo import pick_device
 from diffusers_omni_offload.registry import _third_party
+from diffusers_omni_offload.weights.master import Master
 from tests import tiny
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,19 +53,27 @@ class PromptOnly:
         return self.pipe.enable_omni_offload(*arguments, **keywords, device="cpu")
 
 
-def test_the_snippets_run_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """What the snippets define, run one after the other."""
+
     def tiny_checkpoint(name: str, **arguments: Any) -> PromptOnly:
         return PromptOnly(*tiny.build_wan())
 
     monkeypatch.setattr(WanPipeline, "from_pretrained", tiny_checkpoint)
-    expected = tiny_checkpoint("")("a cat walks on the grass").frames[0]
-    names: dict[str, Any] = {}
+    found: dict[str, Any] = {"__name__": "readme"}
+    monkeypatch.setitem(sys.modules, "readme", ModuleType("readme"))  # where diffusers looks a pipeline's class up
     try:
         for snippet in SNIPPETS:
-            exec(compile(snippet, "README.md", "exec"), names)
+            exec(compile(snippet, "README.md", "exec"), found)
+        yield found
     finally:
         _third_party.pop("TheirPipeline", None)
-    assert np.array_equal(names["video"], expected)
+
+
+def test_the_snippets_run_one_after_the_other(names: dict[str, Any]) -> None:
+    pipe, call = tiny.build_wan()
+    assert np.array_equal(names["video"], PromptOnly(pipe, call)("a cat walks on the grass").frames[0])
     assert all(len(stack.resident) == 2 for stack in names["handle"].plan.stacks)
     assert names["MyPipeline"]._offload_plan.block_attrs["transformer"] == ("blocks",)
 
@@ -82,7 +101,7 @@ def test_keywords_in_the_text_exist() -> None:
 
 
 def test_names_on_the_handle_and_the_package_exist() -> None:
-    for name in ("is_enabled", "disable", "refresh", "call", "loads", "demand_loads", "bytes_moved"):
+    for name in ("is_enabled", "disable", "refresh", "call", "loads", "demand_loads", "swaps", "bytes_moved"):
         assert f"`{name}" in README and hasattr(OffloadHandle, name)
     for name in ("device_bytes", "pinned_bytes"):
         assert f"`{name}`" in README and hasattr(OffloadHandle, name)
@@ -90,10 +109,143 @@ def test_names_on_the_handle_and_the_package_exist() -> None:
         assert hasattr(diffusers_omni_offload, name)
 
 
+class Vae(nn.Linear):
+    def decode_frames(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self(hidden) * self.bias
+
+
+class Vocoder(nn.Linear):
+    """Moves itself."""
+
+    moves: list[str]
+
+    def load_to_device(self, device: torch.device) -> None:
+        self.moves.append("load")
+        self.to(device)
+
+    def offload_to_cpu(self) -> None:
+        self.moves.append("offload")
+        self.to("cpu")
+
+
+class Layers(nn.Module):
+    """Runs the lists of layers that it is given, each in its phase if it has some."""
+
+    phases: Any = None
+
+    def __init__(self, *lists: str) -> None:
+        super().__init__()
+        self.lists = lists
+        for name in lists:
+            self.add_module(name, nn.ModuleList(nn.Linear(8, 8) for _ in range(3)))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for phase, name in zip(("reason", "draw"), self.lists, strict=False):
+            with nullcontext() if self.phases is None else self.phases.context(phase):
+                for layer in self.get_submodule(name):
+                    hidden = torch.tanh(layer(hidden))
+        return hidden
+
+
+def expected_of(pipe: Any, device: torch.device) -> torch.Tensor:
+    """The output with every part on the device; they are on the CPU again after."""
+    parts = list(pipe.components.values())
+    for part in parts:
+        part.to(device)
+    output = pipe()
+    for part in parts:
+        part.to("cpu")
+    return output
+
+
+def test_a_pipeline_of_your_own(names: dict[str, Any], device: torch.device, sim: ModuleType) -> None:
+    class Runnable(names["MyPipeline"]):
+        def __init__(self, transformer: Any, text_encoder: Any, vae: Any, vocoder: Any) -> None:
+            super().__init__()
+            self.register_modules(transformer=transformer, text_encoder=text_encoder, vae=vae, vocoder=vocoder)
+
+        @torch.no_grad()
+        def __call__(self) -> torch.Tensor:
+            hidden = self.text_encoder(torch.linspace(-1, 1, 16).reshape(2, 8).to(device))
+            return self.vocoder(self.vae.decode_frames(self.transformer(hidden))).cpu()
+
+    torch.manual_seed(0)
+    encoder, vocoder = nn.Sequential(), Vocoder(8, 8)
+    encoder.add_module("encoder", Layers("block"))
+    pipe = Runnable(Layers("blocks"), encoder, Vae(8, 8), vocoder)
+    expected = expected_of(pipe, device)
+    for components in (["dit"], ["dit", "text_encoder"], {"dit": "module", "text_encoder": "module", "vae": "module"}):
+        vocoder.moves = []
+        handle = pipe.enable_omni_offload(components=components)
+        assert torch.equal(pipe(), expected)
+        assert vocoder.moves == ["load", "offload"]
+    assert handle.swaps == 4, "the three and the vocoder"
+    pipe.disable_omni_offload()
+    assert torch.equal(expected_of(pipe, device), expected)
+
+
+def test_a_pipeline_that_moves_its_phases(names: dict[str, Any], device: torch.device, sim: ModuleType) -> None:
+    class Runnable(names["TwoPhasePipeline"]):
+        def __init__(self, transformer: Any, vae: Any) -> None:
+            super().__init__()
+            self.register_modules(transformer=transformer, vae=vae)
+
+        @torch.no_grad()
+        def __call__(self) -> torch.Tensor:
+            return self.vae(self.transformer(torch.linspace(-1, 1, 16).reshape(2, 8).to(device))).cpu()
+
+    torch.manual_seed(0)
+    pipe = Runnable(Layers("layers", "gen_layers"), nn.Linear(8, 8))
+    assert isinstance(pipe, SupportsModelCpuOffload)
+    expected = expected_of(pipe, device)
+    handle = pipe.enable_omni_offload("module")
+    assert torch.equal(pipe(), expected)
+    assert handle.swaps == 6 and handle.device_bytes == 0
+    pipe.disable_omni_offload()
+    assert torch.equal(expected_of(pipe, device), expected)
+
+
+@torch.no_grad()
+def test_the_limits_of_swapped_components(device: torch.device, sim: ModuleType) -> None:
+    pipe, call = tiny.build_wan()
+    handle = pipe.enable_omni_offload("module")
+    for calls in (1, 2):
+        tiny.run(pipe, call)
+        assert handle.swaps == 3 * calls and handle.device_bytes == 0
+    inputs = {
+        "hidden_states": torch.ones(1, 16, 2, 2, 2, device=device),
+        "timestep": torch.tensor([1], device=device),
+        "encoder_hidden_states": torch.ones(1, 4, 32, device=device),
+    }
+    for _ in range(3):
+        pipe.transformer(**inputs)
+    assert handle.swaps == 6 + 3
+    with handle.call():
+        for _ in range(3):
+            pipe.transformer(**inputs)
+    assert handle.swaps == 6 + 3 + 1
+    with pytest.raises(RuntimeError, match="same device"):
+        torch.ones(1, 32, device=device) @ pipe.text_encoder.shared.weight.T
+
+
+@pytest.mark.parametrize(("dtype", "packs"), [(torch.float16, 2), (torch.float32, 0)], ids=str)
+def test_a_vae_that_is_cast_in_each_call_is_packed_anew(
+    dtype: torch.dtype, packs: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe, call = tiny.build_sdxl()
+    pipe.to(dtype)
+    pipe.enable_omni_offload(components={"dit": "module", "vae": "module"})
+    tiny.run(pipe, call)
+    packed: list[str] = []
+    pack = Master.pack
+    monkeypatch.setattr(Master, "pack", lambda self, **options: (packed.append(self.path), pack(self, **options))[1])
+    tiny.run(pipe, call)
+    assert packed == ["vae"] * packs
+
+
 @pytest.mark.parametrize(
     ("mode", "options"),
     [
-        ("module", None),
         ("layer", {"dit": {"weight_transfer": "allgather"}}),
         ("layer", {"dit": {"source": "checkpoint"}}),
     ],
@@ -103,6 +255,16 @@ def test_what_the_table_calls_not_yet_raises(mode: str, options: dict[str, dict[
     with pytest.raises(NotImplementedError):
         pipe.enable_omni_offload(mode, layer_options=options, device="cpu")
     assert pipe.omni_offload is None
+
+
+def test_what_the_table_of_modes_says_works(device: torch.device) -> None:
+    works = re.findall(r"^\| (.+?) \|.*\| works \|$", README, flags=re.MULTILINE)
+    assert works == ['`"layer"`', '`"module"`', '`components={"dit": "layer", "vae": "module", ...}`']
+    pipe, call = tiny.build_wan()
+    for arguments in ({"mode": "layer"}, {"mode": "module"}, {"components": {"dit": "layer", "vae": "module"}}):
+        handle = pipe.enable_omni_offload(**arguments)
+        tiny.run(pipe, call)
+        assert (handle.loads > 0, handle.swaps > 0) == ("layer" in str(arguments), "module" in str(arguments))
 
 
 FAMILIES = {
@@ -129,12 +291,38 @@ def test_the_families_in_the_table_are_the_registered_ones() -> None:
     assert {module.removeprefix(package) for module in modules if module.startswith(package)} == set(FAMILIES)
 
 
+def test_the_rest_is_as_many_as_it_says() -> None:
+    classes = re.search(r"The (\d+) transformer classes", README)
+    pipelines = re.search(r"over (\d+) pipeline classes", README)
+    assert classes is not None and pipelines is not None
+    table = (ROOT / "adapters" / "README.md").read_text()
+    assert f"{classes[1]} classes, {classes[1]} of them equal." in table
+    assert "## Every transformer class\n" in table
+    from tests.zoo import PIPELINES
+
+    assert len(PIPELINES) > int(pipelines[1])
+
+
+def test_the_figures_of_a_call_are_those_of_the_bench() -> None:
+    printed = (ROOT / "tests" / "benchmarks" / "results" / "calls.txt").read_text().split("\n\n")[0]
+    benched = {line[:22].strip(): re.split(r"\s{2,}", line[22:].strip()) for line in printed.splitlines()[3:]}
+    rows = re.search(r"\| a call \|.*?\n\n", README, flags=re.DOTALL)
+    assert rows is not None
+    _, _, *lines = rows[0].strip().splitlines()
+    for line in lines:
+        name, *cells = (cell.strip() for cell in line.strip("| ").split("|"))
+        to_device, to_host, _, swaps, peak, time, _ = benched[name.removeprefix("accelerate's ")]
+        assert [cell.split(",")[0] for cell in cells] == [to_device, to_host, swaps, peak, time], name
+    assert len(lines) == 4 and benched["model offload (*)"][5] in README
+    assert re.search(r"weights of ([\d.]+ KiB)", printed)[1] in README  # type: ignore[index]
+
+
 def test_links_and_commands_exist() -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         assert target.startswith("https://") or (ROOT / target).exists(), target
     makefile = (ROOT / "Makefile").read_text()
     text = README + (ROOT / "CONTRIBUTING.md").read_text()
-    for target in re.findall(r"make ([a-z][\w-]*)", text):
+    for target in re.findall(r"(?:^|`)make ([a-z][\w-]*)", text, flags=re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
 
 
