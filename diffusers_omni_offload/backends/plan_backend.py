@@ -20,7 +20,7 @@ from diffusers_omni_offload.backends.masters import Masters, Unit, units_of
 from diffusers_omni_offload.backends.remarks import first_call_summary, warn_of_pageable, warn_of_plain_tensors
 from diffusers_omni_offload.backends.residency import Residency, tell_of_move
 from diffusers_omni_offload.config import OffloadConfig
-from diffusers_omni_offload.messages import logger
+from diffusers_omni_offload.messages import format_bytes, logger
 from diffusers_omni_offload.platform import on_device, platform_for, return_freed_host_memory
 from diffusers_omni_offload.registry import adapter_for
 from diffusers_omni_offload.streaming.runner import BlockRunner
@@ -28,7 +28,7 @@ from diffusers_omni_offload.streaming.scope import CallScope
 from diffusers_omni_offload.streaming.shared import SharedLeaves
 from diffusers_omni_offload.streaming.stages import OnDemandStage, PackedStage, Stage, Stages
 from diffusers_omni_offload.streaming.streamer import Streamer
-from diffusers_omni_offload.topology.plan import ResolvedComponent, ResolvedPlan, format_bytes
+from diffusers_omni_offload.topology.plan import ResolvedComponent, ResolvedPlan
 from diffusers_omni_offload.topology.resolver import resolve_offload_plan
 from diffusers_omni_offload.weights.leaves import find_leaves, is_plain, move_tensors
 from diffusers_omni_offload.weights.pinning import PinnedBudget
