@@ -11,7 +11,9 @@ from typing import Any
 from diffusers_omni_offload.declarations import ENCODER_COMPONENT_TYPES, FrozenMapping, a_type
 
 COMPONENTS = ("dit", *ENCODER_COMPONENT_TYPES)
-"""The component selectors, in the order that a configuration keeps them."""
+"""The components that a sequence of them may select, in the order that a configuration keeps them."""
+SELECTORS = (*COMPONENTS, "vae")
+"""Names that stand for all components of a kind, in a mapping of them."""
 MODES = ("layer", "module")
 CHOICES = (*MODES, "resident")
 """What a mapping of components may choose for each."""
@@ -83,7 +85,7 @@ class OffloadConfig:
     "resident"; a path goes before a selector. `is_default`: the selection is the mode's own, so what a pipeline lacks
     of it isn't missed.
 
-    `pin_memory`: pin all streamed weights, none, or at most that many bytes. `slots`: device buffers, each as large as
+    `pin_memory`: pin all offloaded weights, none, or at most that many bytes. `slots`: device buffers, each as large as
     the largest streamed block. `group_size`: ranks that share weights; the other multi-rank facts are what they are
     called.
     """
@@ -202,6 +204,11 @@ class OffloadConfig:
         return self.components is not None or bool(self.choices)
 
     @property
+    def has_selection(self) -> bool:
+        """True if the user selected components, and not the mode alone, so that each of them has to be there."""
+        return self.is_explicit and not self.is_default
+
+    @property
     def uses_allgather(self) -> bool:
         """True if any component's weights are sharded over ranks."""
         return any(options.weight_transfer is WeightTransfer.ALLGATHER for options in self.layer_options.values())
@@ -266,8 +273,8 @@ def _parse_choices(components: Mapping[Any, Any]) -> dict[str, str]:
     for name in components:
         if not isinstance(name, str) or not name:
             raise TypeError(
-                f"components has the key {name!r} ({a_type(name)}), but a component ({', '.join(COMPONENTS)}, vae) or "
-                "the path of one is needed."
+                f"components has the key {name!r} ({a_type(name)}), but a component ({', '.join(SELECTORS)}) or the "
+                "path of one is needed."
             )
     return {name: _choice(f"components[{name!r}]", choice, CHOICES) for name, choice in components.items()}
 

@@ -92,5 +92,10 @@ def paths(plan: ResolvedPlan) -> dict[str, tuple[str, ...]]:
     return {stack.component: stack.block_paths for stack in plan.stacks}
 
 
+def with_role(plan: ResolvedPlan, role: str) -> list[str]:
+    """The paths of the components of a role."""
+    return [component.path for component in plan.components if component.role == role]
+
+
 BLOCKS = {"transformer": ("blocks",)}
 LAYERS = ("layers",)

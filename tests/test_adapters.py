@@ -21,6 +21,7 @@ from diffusers_omni_offload.declarations import OffloadPlan, SupportsComponentDi
 from diffusers_omni_offload.registry import adapter_for, registered_pipelines
 from diffusers_omni_offload.topology.plan import ResolvedPlan
 from diffusers_omni_offload.topology.resolver import resolve_offload_plan
+from tests.resolving import with_role
 
 FAMILIES = {
     "wan": r"Wan\w*Pipeline",
@@ -214,7 +215,7 @@ def test_order_of_the_containers_is_the_order_of_execution(name: str, containers
 
 def test_side_modules_of_animate_stay_on_the_device() -> None:
     plan, _ = resolved("WanAnimatePipeline")
-    residents = {component.path for component in plan.with_role("resident")}
+    residents = set(with_role(plan, "resident"))
     assert residents == {"transformer.face_adapter", "transformer.motion_encoder"}
 
 

@@ -17,6 +17,7 @@ from diffusers_omni_offload.topology.plan import ResolvedPlan
 from tests import tiny
 from tests.comparing import leftovers
 from tests.equality import Call, assert_equal_outputs, assert_no_hazards, outputs, scale
+from tests.resolving import with_role
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -239,7 +240,7 @@ def test_one_module_by_four_paths_is_one_component(device: torch.device) -> None
     dit = pipe.language_model.model
     assert pipe.transformer is dit is pipe.bagel.language_model.model
     assert [component.path for component in plan.components if component.module is dit] == ["language_model.model"]
-    residents = [component.path for component in plan.with_role("resident") if component.path.startswith("bagel.")]
+    residents = [path for path in with_role(plan, "resident") if path.startswith("bagel.")]
     assert len(residents) == 7
 
 

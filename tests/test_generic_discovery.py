@@ -14,10 +14,11 @@ from torch import nn
 from diffusers_omni_offload.config import OffloadConfig
 from diffusers_omni_offload.declarations import OffloadPlan
 from diffusers_omni_offload.topology import resolver
-from diffusers_omni_offload.topology.lists import blocks_read_outside, find_lists
+from diffusers_omni_offload.topology.lists import find_lists
+from diffusers_omni_offload.topology.outside_reads import blocks_read_outside
 from diffusers_omni_offload.topology.plan import ResolvedPlan
 from diffusers_omni_offload.topology.resolver import resolve_offload_plan
-from diffusers_omni_offload.topology.roles import encoder_kind, role_of_name, roles_of
+from diffusers_omni_offload.topology.roles import encoder_selector, role_of_name, roles_of
 from diffusers_omni_offload.topology.source import forward_source
 from tests.resolving import layer, paths, refuses, strict_warnings  # noqa: F401
 
@@ -110,9 +111,10 @@ def test_names_of_all_stock_pipelines() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
+    ("path", "selector"),
     [
         ("image_encoder", "image_encoder"),
+        ("pipe.image_encoder.0", "image_encoder"),
         ("prior_image_encoder", "image_encoder"),
         ("vision_encoder", "image_encoder"),
         ("siglip", "image_encoder"),
@@ -121,8 +123,8 @@ def test_names_of_all_stock_pipelines() -> None:
         ("prompt_enhancer", "text_encoder"),
     ],
 )
-def test_what_an_encoder_reads(name: str, kind: str) -> None:
-    assert encoder_kind(name) == kind
+def test_what_an_encoder_reads(path: str, selector: str) -> None:
+    assert encoder_selector(path) == selector
 
 
 def test_the_offload_sequence_helps_with_unknown_names() -> None:

@@ -135,7 +135,7 @@ def test_sizes_come_from_shapes_and_count_a_tied_tensor_once() -> None:
     with torch.device("meta"):
         on_meta = pipeline({"transformer": Stack(blocks=2)}, block_attrs=BLOCKS)
     plan = resolve_offload_plan(on_meta, layer())
-    assert plan.streamed_bytes == 48 and plan.largest_streamed_block == 24
+    assert plan.streamed_bytes == 48 and plan.stacks[0].nbytes == (24, 24)
 
 
 def test_a_single_block() -> None:

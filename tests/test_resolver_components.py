@@ -11,7 +11,18 @@ from torch import nn
 
 from diffusers_omni_offload.declarations import OffloadPlan
 from diffusers_omni_offload.topology.resolver import resolve_offload_plan
-from tests.resolving import BLOCKS, Pipeline, Stack, layer, legacy, paths, pipeline, refuses, strict_warnings  # noqa: F401
+from tests.resolving import (  # noqa: F401
+    BLOCKS,
+    Pipeline,
+    Stack,
+    layer,
+    legacy,
+    paths,
+    pipeline,
+    refuses,
+    strict_warnings,
+    with_role,
+)
 
 
 def test_each_module_is_listed_once_with_its_role() -> None:
@@ -31,7 +42,7 @@ def test_each_module_is_listed_once_with_its_role() -> None:
     ]
     assert [c.module for c in plan.components] == [dit, encoder, vae, controlnet]
     assert plan.component("vae").module is vae
-    assert [c.path for c in plan.with_role("resident")] == ["controlnet"]
+    assert with_role(plan, "resident") == ["controlnet"]
     with pytest.raises(KeyError, match="controlnet"):
         plan.component("missing")
 

@@ -9,7 +9,18 @@ from torch import nn
 
 from diffusers_omni_offload.config import LayerOptions, OffloadConfig, OffloadStrategy, WeightTransfer
 from diffusers_omni_offload.topology.resolver import resolve_offload_plan
-from tests.resolving import BLOCKS, LAYERS, Pipeline, Stack, layer, paths, pipeline, refuses, strict_warnings  # noqa: F401
+from tests.resolving import (  # noqa: F401
+    BLOCKS,
+    LAYERS,
+    Pipeline,
+    Stack,
+    layer,
+    paths,
+    pipeline,
+    refuses,
+    strict_warnings,
+    with_role,
+)
 
 
 def with_encoders(**plan: Any) -> Pipeline:
@@ -36,6 +47,28 @@ def test_encoders_are_streamed_only_if_selected() -> None:
     assert [stack.kind for stack in both.stacks] == ["dit", "encoder", "encoder"]
     assert list(paths(resolve_offload_plan(subject, layer("text_encoder")))) == ["text_encoder", "text_encoder_2"]
     assert list(paths(resolve_offload_plan(subject, layer("image_encoder")))) == ["image_encoder", "vision_model"]
+
+
+@pytest.mark.parametrize(
+    ("name", "selector"),
+    [
+        ("siglip", "image_encoder"),
+        ("prior_image_encoder", "image_encoder"),
+        ("clip_vision", "image_encoder"),
+        ("vision_language_encoder", "text_encoder"),
+        ("prompt_enhancer", "text_encoder"),
+    ],
+)
+def test_what_a_declared_encoder_reads_is_told_by_its_name(name: str, selector: str) -> None:
+    subject = pipeline(
+        {"transformer": Stack(blocks=2), name: Stack(layers=2)},
+        encoder=[name],
+        block_attrs=BLOCKS,
+        encoder_block_attrs={name: LAYERS},
+    )
+    assert list(paths(resolve_offload_plan(subject, layer(selector)))) == [name]
+    (other,) = {"text_encoder", "image_encoder"} - {selector}
+    refuses([f"components has {other!r}", name], subject, layer(other))
 
 
 def test_encoder_types_can_be_declared() -> None:
@@ -104,7 +137,7 @@ def test_model_level_has_components_but_no_stacks() -> None:
     subject = with_encoders()
     plan = resolve_offload_plan(subject, OffloadConfig.from_options("module", components=["dit", "text_encoder"]))
     assert plan.stacks == () and plan.skip_reason is None
-    assert len(plan.with_role("encoder")) == 4 and "swapped as a whole" in str(plan)
+    assert len(with_role(plan, "encoder")) == 4 and "swapped as a whole" in str(plan)
 
 
 def test_model_level_from_flags_needs_both_sides() -> None:

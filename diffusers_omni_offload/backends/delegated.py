@@ -44,7 +44,7 @@ class DelegatedBackend(PlanBackend):
             ValueError: components were selected, and the pipeline can't be told which.
         """
         name = type(pipeline).__name__
-        if config.is_explicit and not config.is_default and not _takes(pipeline, "offload_components"):
+        if config.has_selection and not _takes(pipeline, "offload_components"):
             raise ValueError(
                 f"{name} moves its own phases, and its enable_omni_model_cpu_offload takes no offload_components; "
                 "leave components out, or use the mode 'layer'."
@@ -55,7 +55,7 @@ class DelegatedBackend(PlanBackend):
         pipeline = self._pipeline()
         assert pipeline is not None
         arguments: dict[str, Any] = {"device": self.device, "pin_memory": self.config.pin_memory}
-        if self.config.is_explicit and not self.config.is_default:
+        if self.config.has_selection:
             chosen = [name for name, choice in self.config.choices.items() if choice == "module"]
             arguments["offload_components"] = list(self.config.components or chosen)
         undo.callback(pipeline.disable_omni_model_cpu_offload)

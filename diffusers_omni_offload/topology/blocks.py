@@ -9,7 +9,7 @@ from torch import nn
 
 from diffusers_omni_offload.declarations import a_type, checked_paths
 from diffusers_omni_offload.topology.findings import Findings
-from diffusers_omni_offload.topology.lists import blocks_read_outside
+from diffusers_omni_offload.topology.outside_reads import blocks_read_outside
 from diffusers_omni_offload.topology.paths import MissingPathError, lookup
 from diffusers_omni_offload.topology.plan import BlockStack, ResolvedComponent
 from diffusers_omni_offload.topology.sizes import module_nbytes

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import difflib
 
-from diffusers_omni_offload.config import CHOICES, COMPONENTS, OffloadConfig, OffloadStrategy
+from diffusers_omni_offload.config import CHOICES, SELECTORS, OffloadConfig, OffloadStrategy
 from diffusers_omni_offload.declarations import ENCODER_COMPONENT_TYPES
 from diffusers_omni_offload.topology.discovery import Discovery
 from diffusers_omni_offload.topology.findings import Findings
 from diffusers_omni_offload.topology.plan import ResolvedComponent
+from diffusers_omni_offload.topology.roles import encoder_selector
 from diffusers_omni_offload.topology.sizes import module_nbytes
-
-SELECTORS = (*COMPONENTS, "vae")
-"""Names that stand for all components of a kind."""
 
 
 class Choices:
@@ -33,8 +31,8 @@ class Choices:
         """ "layer", "module" or "resident"."""
         return self._config.choice_for(self.selector(component), component.path)
 
-    def are(self, choice: str, selector: str) -> tuple[ResolvedComponent, ...]:
-        """The components that `selector` stands for and that this was chosen for; "" stands for those of no kind."""
+    def chosen(self, choice: str, selector: str) -> tuple[ResolvedComponent, ...]:
+        """The components that `selector` stands for and that this was chosen for; "" stands for those without one."""
         return tuple(
             component
             for component in self._discovery.components
@@ -44,19 +42,12 @@ class Choices:
     def selector(self, component: ResolvedComponent) -> str:
         """The selector that a component answers to; "" if only its path does."""
         if component.role == "encoder":
-            return self.encoder_type(component.path)
+            return self._encoder_selector(component.path)
         return "" if component.role == "resident" else component.role
 
-    def encoder_type(self, path: str) -> str:
-        """ "text_encoder" or "image_encoder": declared, or by the name."""
-        declared = self._discovery.plan.encoder_component_types
-        if path in declared:
-            return declared[path]
-        return "image_encoder" if path.rpartition(".")[2].startswith(("image_encoder", "vision")) else "text_encoder"
-
-    def declared_encoders(self, kind: str) -> tuple[str, ...]:
-        """The paths that were declared for a kind of encoder, absent ones too."""
-        return tuple(path for path in self._discovery.declared["encoder"] if self.encoder_type(path) == kind)
+    def declared_encoders(self, selector: str) -> tuple[str, ...]:
+        """The paths of the declared encoders that `selector` stands for, absent ones too."""
+        return tuple(path for path in self._discovery.declared["encoder"] if self._encoder_selector(path) == selector)
 
     def check(self) -> str | None:
         """Complain about a choice for something that isn't there.
@@ -79,8 +70,8 @@ class Choices:
                 "(register_adapter), or load one."
             )
             return f"{self._name} has no DiT"
-        if self._findings.explicit and not config.is_default:
-            self._check_kinds()
+        if config.has_selection:
+            self._check_selectors()
         is_model_level = config.strategy is OffloadStrategy.MODEL_LEVEL
         if is_model_level and not self._findings.explicit and not discovery.loaded("encoder"):
             self._findings.problem(f"{self._name} has no encoders to swap with its DiT, so nothing is offloaded.")
@@ -93,17 +84,21 @@ class Choices:
         Raises:
             ValueError: a part of such a component was chosen to be resident.
         """
-        chosen = [component for component in self._discovery.components if self.of(component) == "module"]
-        found = []
-        for component in self._discovery.components:
-            outer = next((other for other in chosen if other is not component and _is_within(component, other)), None)
-            if outer is not None and self._config.choices.get(component.path) == "resident":
+        components = self._discovery.components
+        whole = [component for component in components if self.of(component) == "module"]
+        outers = {
+            component.path: next((other for other in whole if component.is_part_of(other)), None)
+            for component in components
+        }
+        for path, outer in outers.items():
+            if outer is not None and self._config.choices.get(path) == "resident":
                 raise ValueError(
-                    f"components keeps {component.path!r} resident, which is a part of {outer.path!r} and can't stay "
-                    "when that is swapped as a whole; leave it out."
+                    f"components keeps {path!r} resident, which is a part of {outer.path!r} and can't stay when that "
+                    "is swapped as a whole; leave it out."
                 )
-        for component in chosen:
-            outer = next((other for other in chosen if other is not component and _is_within(component, other)), None)
+        found = []
+        for component in whole:
+            outer = outers[component.path]
             if module_nbytes(component.module) == 0:
                 self._findings.note(f"{component.path!r} holds no weights, so there is nothing to swap.")
             elif outer is not None:
@@ -111,6 +106,10 @@ class Choices:
             else:
                 found.append(component.path)
         return tuple(found)
+
+    def _encoder_selector(self, path: str) -> str:
+        """Declared, or by the name."""
+        return self._discovery.plan.encoder_component_types.get(path) or encoder_selector(path)
 
     def _listed(self) -> str:
         named = (f"{component.path} ({type(component.module).__name__})" for component in self._discovery.components)
@@ -131,17 +130,14 @@ class Choices:
                 f"{', '.join(CHOICES)}.{hint}"
             )
 
-    def _check_kinds(self) -> None:
+    def _check_selectors(self) -> None:
         paths = {component.path for component in self._discovery.components}
-        for kind in ENCODER_COMPONENT_TYPES:
-            if self._config.selects(kind) and kind not in paths and not self.declared_encoders(kind):
+        encoders = ", ".join(self._discovery.declared["encoder"]) or "no encoders"
+        for selector in ENCODER_COMPONENT_TYPES:
+            if self._config.selects(selector) and selector not in paths and not self.declared_encoders(selector):
                 raise ValueError(
-                    f"components has {kind!r}, but {self._name} declares no such encoder ({self._discovery.source}: "
-                    f"{', '.join(self._discovery.declared['encoder']) or 'no encoders'}); leave it out."
+                    f"components has {selector!r}, but {self._name} declares no such encoder "
+                    f"({self._discovery.source}: {encoders}); leave it out."
                 )
         if self._config.selects("vae") and "vae" not in paths and not self._discovery.loaded("vae"):
             raise ValueError(f"components has 'vae', but {self._name} has none; leave it out.")
-
-
-def _is_within(component: ResolvedComponent, other: ResolvedComponent) -> bool:
-    return any(component.module is module for module in other.module.modules())

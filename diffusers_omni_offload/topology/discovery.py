@@ -11,7 +11,7 @@ from torch import nn
 from diffusers_omni_offload.declarations import OFFLOAD_PLAN_ATTRIBUTE, OffloadPlan, a_type, checked_paths
 from diffusers_omni_offload.topology.findings import Findings
 from diffusers_omni_offload.topology.generic import guess, is_diffusers_pipeline
-from diffusers_omni_offload.topology.paths import MissingPathError, lookup
+from diffusers_omni_offload.topology.paths import MissingPathError, lookup, prefixes
 from diffusers_omni_offload.topology.plan import ComponentRole, ResolvedComponent
 
 WELL_KNOWN_NAMES: Mapping[ComponentRole, tuple[str, ...]] = {
@@ -140,8 +140,7 @@ def _iterate_modules(owner: Any, prefix: str, seen: set[int]) -> Iterator[tuple[
 
 def _iterate_holders(pipeline: Any, declared: list[str]) -> Iterator[tuple[str, nn.Module]]:
     """The modules of the plain objects that declared paths lead through ("pipe" of "pipe.transformer")."""
-    prefixes = {path[:end] for path in declared for end, character in enumerate(path) if character == "."}
-    for prefix in sorted(prefixes):
+    for prefix in prefixes(declared):
         try:
             holder = lookup(pipeline, prefix)
         except MissingPathError:

@@ -14,8 +14,9 @@ from torch import nn
 from diffusers_omni_offload.declarations import OffloadPlan
 from diffusers_omni_offload.topology.blocks import declares_blocks
 from diffusers_omni_offload.topology.lists import find_lists
+from diffusers_omni_offload.topology.paths import last_name
 from diffusers_omni_offload.topology.plan import ComponentRole
-from diffusers_omni_offload.topology.roles import encoder_kind, roles_of
+from diffusers_omni_offload.topology.roles import encoder_selector, roles_of
 
 _TITLES: Mapping[ComponentRole, str] = {"dit": "DiT", "encoder": "encoder", "vae": "VAE", "resident": "others"}
 
@@ -70,7 +71,7 @@ def guess(pipeline: Any, modules: Iterable[tuple[str, nn.Module]], plan: Offload
         encoder_block_attrs={**_blocks(silent, declared["encoder"], is_encoder=True), **plan.encoder_block_attrs},
         resident_dit_paths=plan.resident_dit_paths or declared["dit"],
         encoder_component_types={
-            **{path: encoder_kind(_name(path)) for path in declared["encoder"]},
+            **{path: encoder_selector(path) for path in declared["encoder"]},
             **plan.encoder_component_types,
         },
     )
@@ -79,13 +80,8 @@ def guess(pipeline: Any, modules: Iterable[tuple[str, nn.Module]], plan: Offload
 
 def _roles(pipeline: Any, components: Mapping[str, nn.Module]) -> dict[str, ComponentRole]:
     """A component in a list or in another pipeline plays the part that its own name says, or that of its list."""
-    by_name = roles_of([_name(path) for path in components], getattr(type(pipeline), "model_cpu_offload_seq", None))
-    return {path: by_name[_name(path)] for path in components}
-
-
-def _name(path: str) -> str:
-    """The last step of a path that isn't a number: "nets" of "nets.0"."""
-    return next((step for step in reversed(path.split(".")) if not step.isdigit()), path)
+    by_name = roles_of([last_name(path) for path in components], getattr(type(pipeline), "model_cpu_offload_seq", None))
+    return {path: by_name[last_name(path)] for path in components}
 
 
 def _blocks(components: Mapping[str, nn.Module], paths: Iterable[str], is_encoder: bool) -> dict[str, tuple[str, ...]]:

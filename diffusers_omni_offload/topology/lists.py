@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import nn
 
-from diffusers_omni_offload.topology.paths import MissingPathError, lookup
 from diffusers_omni_offload.topology.sizes import module_nbytes
-from diffusers_omni_offload.topology.source import ElementRead, forward_source
+from diffusers_omni_offload.topology.source import forward_source
 
 WORTHWHILE = 0.01
 """The least share of a model's bytes that a list of its own has to hold."""
@@ -41,9 +38,6 @@ _ATTEMPTS: tuple[tuple[tuple[type[nn.Module], ...], float], ...] = (
 )
 """Kinds of containers, and the least share of one within a part: the next is tried where one doesn't find enough."""
 
-_HARMLESS = (("dtype",), ("shape",), ("ndim",))
-"""What may be asked of a weight wherever it is."""
-
 
 def find_lists(model: nn.Module, *, is_encoder: bool = False) -> tuple[str, ...]:
     """Paths of the lists that hold the blocks of `model`, in the order in which they run; () if there are none.
@@ -72,83 +66,6 @@ def find_lists(model: nn.Module, *, is_encoder: bool = False) -> tuple[str, ...]
     source = forward_source(type(model))
     order = {each.path: source.position(tuple(each.path.split("."))) for each in chosen}
     return tuple(sorted(order, key=order.__getitem__))
-
-
-def blocks_read_outside(model: nn.Module, paths: Iterable[str]) -> dict[int, str]:
-    """The blocks of which a part is used outside of the block's own forward, which needs them on the device.
-
-    As the sources of `forward` of the model, and of what holds the lists, tell: `self.blocks[0].norm.emb(...)`.
-
-    Args:
-        model: the model.
-        paths: paths of its blocks.
-
-    Returns:
-        `id` of the block -> what is used of it ("norm.emb").
-    """
-    found: dict[int, str] = {}
-    for holder in _holders(paths):
-        try:
-            module = lookup(model, holder) if holder else model
-        except MissingPathError:
-            continue
-        if not isinstance(module, nn.Module):
-            continue
-        for read in forward_source(type(module)).reads:
-            for block in _elements_read(module, read):
-                part = _part_used(block, read)
-                if part is not None:
-                    found.setdefault(id(block), part)
-    return found
-
-
-def _holders(paths: Iterable[str]) -> list[str]:
-    """The model itself (""), and whatever lies on the way to blocks."""
-    prefixes = {path[:end] for path in paths for end, character in enumerate(path) if character == "."}
-    return ["", *sorted(prefixes)]
-
-
-def _elements_read(module: nn.Module, read: ElementRead) -> list[nn.Module]:
-    container: Any = module
-    for name in read.container:
-        container = _attribute(container, name)
-    if isinstance(container, nn.ModuleDict):
-        container = list(container.values())
-    if not isinstance(container, (nn.ModuleList, nn.Sequential, list, tuple)):
-        return []
-    elements = list(container)
-    if read.index is not None:
-        elements = elements[read.index :][:1]
-    return [element for element in elements if isinstance(element, nn.Module)]
-
-
-def _attribute(owner: Any, name: str) -> Any:
-    """An attribute, or None. It may be a property of anybody's, which may fail in any way."""
-    try:
-        return getattr(owner, name, None)
-    except Exception:
-        return None
-
-
-def _part_used(block: nn.Module, read: ElementRead) -> str | None:
-    """What of `block` a read needs on the device, or None.
-
-    What can't be told counts as a use where one block is named, and as none where it may be any of them: then nothing
-    could be streamed.
-    """
-    if read.chain == ("forward",):
-        return None
-    is_any = read.index is None
-    value: Any = block
-    for position, name in enumerate(read.chain, start=1):
-        value = _attribute(value, name)
-        part = ".".join(read.chain[:position])
-        if isinstance(value, torch.Tensor):
-            return None if read.chain[position : position + 1] in _HARMLESS else part
-        if not isinstance(value, nn.Module):
-            return part if read.is_call and callable(value) and not is_any else None
-    assert isinstance(value, nn.Module)
-    return part if (read.is_call or not is_any) and module_nbytes(value) > 0 else None
 
 
 def _nbytes(lists: Iterable[_List]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from diffusers_omni_offload.declarations import a_type
@@ -18,13 +18,13 @@ class MissingPathError(LookupError):
 
 
 def lookup(root: Any, path: str) -> Any:
-    """The object at a dotted `path` below `root`. A step is an attribute, a key or an index. None on the way gives
-    None.
+    """The object at a dotted `path` below `root`, which "" stands for. A step is an attribute, a key or an index. None
+    on the way gives None.
 
     Raises MissingPathError.
     """
     current = root
-    steps = path.split(".")
+    steps = path.split(".") if path else []
     for position, step in enumerate(steps):
         if current is None:
             return None
@@ -49,3 +49,13 @@ def _step(owner: Any, step: str) -> Any:
 def is_inside(path: str, outer: str) -> bool:
     """True if `path` is `outer` or below it."""
     return path == outer or path.startswith(outer + ".") or outer == ""
+
+
+def prefixes(paths: Iterable[str]) -> list[str]:
+    """What lies on the way to the paths, each once: "pipe" and "pipe.nets" of "pipe.nets.0"."""
+    return sorted({path[:end] for path in paths for end, character in enumerate(path) if character == "."})
+
+
+def last_name(path: str) -> str:
+    """The last step of a path that isn't a number: "nets" of "nets.0"."""
+    return next((step for step in reversed(path.split(".")) if not step.isdigit()), path)

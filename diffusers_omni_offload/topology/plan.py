@@ -1,4 +1,4 @@
-"""The resolved topology: what will be streamed, kept and placed. Frozen; backends run on it alone."""
+"""The resolved topology: what will be offloaded, kept and placed. Frozen; backends run on it alone."""
 
 from __future__ import annotations
 
@@ -87,6 +87,10 @@ class ResolvedComponent:
     module: nn.Module
     role: ComponentRole
 
+    def is_part_of(self, other: ResolvedComponent) -> bool:
+        """True if `other` is another component that holds this one's module."""
+        return self.module is not other.module and any(self.module is module for module in other.module.modules())
+
     def __repr__(self) -> str:
         return f"ResolvedComponent({self.path!r}, {type(self.module).__name__}, {self.role})"
 
@@ -118,13 +122,6 @@ class ResolvedPlan:
                 return component
         raise KeyError(f"No component {path!r} in the plan; it has {', '.join(c.path for c in self.components)}.")
 
-    def _swapped_around(self, component: ResolvedComponent) -> ResolvedComponent | None:
-        """The swapped component that `component` is a part of."""
-        if component.path in (*self.swapped, *self.on_demand, *(stack.component for stack in self.stacks)):
-            return None
-        swapped = map(self.component, self.swapped)
-        return next((outer for outer in swapped if component.module in set(outer.module.modules())), None)
-
     def group(self, component: ResolvedComponent) -> str:
         """What a component has in common with those that stay on the device when it runs."""
         return self.groups.get(component.path, component.role)
@@ -148,10 +145,6 @@ class ResolvedPlan:
             for index in stack.streamed:
                 yield stack.path(index), stack.blocks[index]
 
-    def with_role(self, role: ComponentRole) -> tuple[ResolvedComponent, ...]:
-        """The components of a role, in the order of their declaration."""
-        return tuple(component for component in self.components if component.role == role)
-
     @property
     def streamed_bytes(self) -> int:
         """Bytes that are streamed, over all stacks."""
@@ -166,11 +159,6 @@ class ResolvedPlan:
     def resident_bytes(self) -> int:
         """Bytes of resident blocks, over all stacks (not of resident components)."""
         return sum(stack.resident_bytes for stack in self.stacks)
-
-    @property
-    def largest_streamed_block(self) -> int:
-        """Bytes of the largest block that is streamed; 0 if there is none."""
-        return max((stack.nbytes[index] for stack in self.stacks for index in stack.streamed), default=0)
 
     def __str__(self) -> str:
         stacks = {stack.component: stack for stack in self.stacks}
@@ -211,3 +199,9 @@ class ResolvedPlan:
 
     def __repr__(self) -> str:
         return f"<{self}>"
+
+    def _swapped_around(self, component: ResolvedComponent) -> ResolvedComponent | None:
+        """The swapped component that `component` is a part of."""
+        if component.path in (*self.swapped, *self.on_demand, *(stack.component for stack in self.stacks)):
+            return None
+        return next((outer for outer in map(self.component, self.swapped) if component.is_part_of(outer)), None)

@@ -127,10 +127,10 @@ class _Resolver:
         may have loaded them."""
         if self.config.group_size <= 1:
             return
-        for kind in ("text_encoder", "image_encoder"):
-            if self.config.options_for(kind).weight_transfer is not WeightTransfer.ALLGATHER:
+        for selector in ENCODER_COMPONENT_TYPES:
+            if self.config.options_for(selector).weight_transfer is not WeightTransfer.ALLGATHER:
                 continue
-            for path in self.choices.declared_encoders(kind):
+            for path in self.choices.declared_encoders(selector):
                 if path in self.plan.encoder_block_attrs and path not in self.plan.encoder_dlo_weight_replication:
                     raise ValueError(
                         f"{path!r} can't use weight_transfer='allgather': its weights aren't declared to be the same "
@@ -143,7 +143,7 @@ class _Resolver:
     # Stacks -----------------------------------------------------------------------------------------------------
 
     def _stack_dits(self) -> None:
-        dits = self.choices.are("layer", "dit")
+        dits = self.choices.chosen("layer", "dit")
         if self.discovery.is_scan:
             # A name proves nothing: what has no blocks isn't taken for a DiT, as long as something else is.
             planned = self.plan.block_attrs
@@ -173,9 +173,9 @@ class _Resolver:
         self._stack_submodules(dits, [block for blocks in found.values() for _, block in blocks])
 
     def _stack_encoders(self) -> None:
-        for kind in ENCODER_COMPONENT_TYPES:
+        for selector in ENCODER_COMPONENT_TYPES:
             loaded: list[tuple[ResolvedComponent, list[Block] | None]] = []
-            for encoder in self.choices.are("layer", kind):
+            for encoder in self.choices.chosen("layer", selector):
                 if module_nbytes(encoder.module) == 0:
                     self.findings.note(
                         f"{encoder.path!r} isn't loaded (it holds no weights), so nothing is streamed for it."
@@ -189,7 +189,7 @@ class _Resolver:
             if loaded and len(without) == len(loaded):
                 names = ", ".join(f"{encoder.path} ({type(encoder.module).__name__})" for encoder in without)
                 self.findings.problem(
-                    f"components has {kind!r}, but none of the encoders of {self.pipeline_name} declares blocks: "
+                    f"components has {selector!r}, but none of the encoders of {self.pipeline_name} declares blocks: "
                     f"{names}. Name them in encoder_block_attrs of the offload plan, or leave it out."
                 )
             for encoder in without:
@@ -201,7 +201,7 @@ class _Resolver:
     def _stack_others(self) -> None:
         """Components of any other kind, which only a choice by name can stream."""
         for selector in ("vae", ""):
-            for component in self.choices.are("layer", selector):
+            for component in self.choices.chosen("layer", selector):
                 if component.path in self.on_demand:
                     continue
                 is_declared = bool(declared_containers(component, (), self.findings))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
+from diffusers_omni_offload.topology.paths import last_name
 from diffusers_omni_offload.topology.plan import ComponentRole
 
 _RESIDENT = {
@@ -43,9 +44,9 @@ def role_of_name(name: str) -> ComponentRole | None:
     return None
 
 
-def encoder_kind(name: str) -> str:
-    """What an encoder reads, as its selector: an encoder of pictures *and* text counts as a text encoder."""
-    words = set(name.split("_"))
+def encoder_selector(path: str) -> str:
+    """The selector of an encoder by its name, for what it reads; one of pictures *and* text is a text encoder."""
+    words = set(last_name(path).split("_"))
     return "image_encoder" if words & _IMAGE_WORDS and not words & _TEXT_WORDS else "text_encoder"
 
 
