@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -29,27 +29,51 @@ _DECLARATIONS: Mapping[ComponentRole, str] = {
 }
 
 
+FoundBy = Literal["declaration", "scan", "guess"]
+"""How components were found: as declared; by well-known names, so that one of them may be no DiT at all; or by what any
+names say, and their blocks as well, large lists within their parts among them."""
+
+
 @dataclass(frozen=True)
 class Discovery:
-    """What was found. `declared` has the paths of each role as they were declared (or scanned), absent ones too;
-    `absent` those whose component is None or isn't there. `components` has each module once."""
+    """What was found.
+
+    Attributes:
+        plan: what is declared or was guessed of the components' blocks.
+        declared: the paths of each role as they were declared or found, absent ones too.
+        absent: those of them whose component is None or isn't there.
+        components: each module once.
+        source: in words: where the declarations come from, for errors.
+        found_by: how the components were found.
+        kept: modules that stay on the device even if they are blocks: `id` -> why.
+    """
 
     plan: OffloadPlan
     declared: Mapping[ComponentRole, tuple[str, ...]]
     absent: tuple[str, ...]
     components: tuple[ResolvedComponent, ...]
     source: str
-    """In words: where the declarations come from, for errors."""
-    is_scan: bool
-    """True if the components were found by their names, so that one of them may be no DiT at all."""
-    is_guess: bool = False
-    """True if their blocks were found as well, large lists within their parts among them."""
+    found_by: FoundBy
     kept: Mapping[int, str] = field(default_factory=dict)
-    """Modules that stay on the device even if they are blocks: `id` -> why."""
 
     def loaded(self, role: ComponentRole) -> tuple[ResolvedComponent, ...]:
         """Components of a role that are there."""
         return tuple(component for component in self.components if component.role == role)
+
+
+@dataclass(frozen=True)
+class _Declared:
+    """What is known before any path is looked up; see `Discovery`."""
+
+    plan: OffloadPlan
+    paths: Mapping[ComponentRole, tuple[str, ...]]
+    source: str
+    found_by: FoundBy
+    kept: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def every_path(self) -> list[str]:
+        return [path for paths in self.paths.values() for path in paths]
 
 
 def discover(
@@ -60,55 +84,68 @@ def discover(
 
     A declared path that isn't there is a problem for the `selected` roles and a warning for the others.
     """
-    owner, source = _declaring(pipeline, declarations)
-    plan = _read_plan(owner, source)
-    is_scan = owner is None or getattr(owner, _DECLARATIONS["dit"], None) is None
-    is_guess = is_scan and is_diffusers_pipeline(pipeline)
-    kept: dict[int, str] = {}
     modules = list(iterate_modules(pipeline))
-    declared: Mapping[ComponentRole, tuple[str, ...]]
-    if not is_scan:
-        declared = {
-            role: checked_paths(f"{source}.{name}", getattr(owner, name, None) or ())
-            for role, name in _DECLARATIONS.items()
-        }
-    elif is_guess:
-        found = guess(pipeline, modules, plan)
-        declared, plan = found.declared, found.plan
-        kept.update(found.shared)
-        source = "the names of its components"
-        findings.say_once("guess", type(pipeline), found.summary)
-    else:
-        source = f"a scan of {type(pipeline).__name__} for well-known names"
-        declared = _scan(pipeline, plan)
-        findings.warn_once(
-            "scan",
-            type(pipeline),
-            f"{type(pipeline).__name__} declares no components, so they were found by their names "
-            f"({', '.join(path for paths in declared.values() for path in paths) or 'none'}). Declare _dit_modules, "
-            "_encoder_modules and _vae_modules on the class, or register an adapter.",
-        )
+    declared = _declared(pipeline, declarations, modules, findings)
     components: dict[int, ResolvedComponent] = {}
     absent: list[str] = []
-    for role, paths in declared.items():
+    for role, paths in declared.paths.items():
         for path in paths:
-            module = _declared_module(pipeline, path, role, source, role in selected, findings)
+            module = _declared_module(pipeline, path, role, declared.source, role in selected, findings)
             if module is None:
                 absent.append(path)
                 continue
-            earlier = components.get(id(module))
-            if earlier is None:
-                components[id(module)] = ResolvedComponent(path, module, role)
-            elif earlier.role != role:
+            known = components.setdefault(id(module), ResolvedComponent(path, module, role))
+            if known.role != role:
                 findings.note(
-                    f"{path!r} ({role}) is the same module as {earlier.path!r} ({earlier.role}) and is treated as that."
+                    f"{path!r} ({role}) is the same module as {known.path!r} ({known.role}) and is treated as that."
                 )
-            if components[id(module)].role == "resident":
-                kept[id(module)] = f"{source} declares it in {_DECLARATIONS[role]}"
-    every_path = [path for paths in declared.values() for path in paths]
-    for path, module in [*modules, *_iterate_holders(pipeline, every_path)]:
+    kept = {
+        **declared.kept,
+        **{
+            module_id: f"{declared.source} declares it in {_DECLARATIONS['resident']}"
+            for module_id, component in components.items()
+            if component.role == "resident"
+        },
+    }
+    for path, module in [*modules, *_iterate_holders(pipeline, declared.every_path)]:
         components.setdefault(id(module), ResolvedComponent(path, module, "resident"))
-    return Discovery(plan, declared, tuple(absent), tuple(components.values()), source, is_scan, is_guess, kept)
+    return Discovery(
+        plan=declared.plan,
+        declared=declared.paths,
+        absent=tuple(absent),
+        components=tuple(components.values()),
+        source=declared.source,
+        found_by=declared.found_by,
+        kept=kept,
+    )
+
+
+def _declared(
+    pipeline: Any, declarations: type | None, modules: Sequence[tuple[str, nn.Module]], findings: Findings
+) -> _Declared:
+    """What is declared or, without declarations, guessed for diffusers pipelines and scanned for in other objects."""
+    owner, source = _declaring(pipeline, declarations)
+    plan = _read_plan(owner, source)
+    name = type(pipeline).__name__
+    if owner is not None and getattr(owner, _DECLARATIONS["dit"], None) is not None:
+        paths = {
+            role: checked_paths(f"{source}.{attribute}", getattr(owner, attribute, None) or ())
+            for role, attribute in _DECLARATIONS.items()
+        }
+        return _Declared(plan, paths, source, "declaration")
+    if is_diffusers_pipeline(pipeline):
+        found = guess(pipeline, modules, plan)
+        findings.say_once("guess", type(pipeline), found.summary)
+        return _Declared(found.plan, found.declared, "the names of its components", "guess", found.shared)
+    scanned = _Declared(plan, _scan(pipeline, plan), f"a scan of {name} for well-known names", "scan")
+    findings.warn_once(
+        "scan",
+        type(pipeline),
+        f"{name} declares no components, so they were found by their names "
+        f"({', '.join(scanned.every_path) or 'none'}). Declare _dit_modules, _encoder_modules and _vae_modules on the "
+        "class, or register an adapter.",
+    )
+    return scanned
 
 
 def iterate_modules(pipeline: Any) -> Iterator[tuple[str, nn.Module]]:

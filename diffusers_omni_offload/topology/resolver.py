@@ -144,7 +144,7 @@ class _Resolver:
 
     def _stack_dits(self) -> None:
         dits = self.choices.chosen("layer", "dit")
-        if self.discovery.is_scan:
+        if self.discovery.found_by != "declaration":
             # A name proves nothing: what has no blocks isn't taken for a DiT, as long as something else is.
             planned = self.plan.block_attrs
             named = [dit for dit in dits if declared_containers(dit, planned.get(dit.path, ()), self.findings)]
@@ -290,7 +290,7 @@ class _Resolver:
                 if dit in dits and isinstance(module, nn.Module):
                     self._stack_submodule(dit, name, module, container)
         for dit in dits:
-            if self.config.strategy is OffloadStrategy.DISTRIBUTED_LAYERWISE and not self.discovery.is_guess:
+            if self.config.strategy is OffloadStrategy.DISTRIBUTED_LAYERWISE and self.discovery.found_by != "guess":
                 self._stack_large_children(dit, taken, streamed)
         for name in sorted(unmatched):
             self.findings.problem(
