@@ -413,7 +413,7 @@ class Reading(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.called, self.weight, self.looped, self.named, self.zipped, self.last = (blocks(3) for _ in range(6))
-        self.reversed = blocks(2)
+        self.reversed, self.summed, self.named_parts = blocks(2), blocks(2), blocks(2)
         self.harmless, self.other = blocks(3), blocks(3)
         self.harmless[0].processor = object()
         self.parts = nn.ModuleDict({"a": Block(), "b": Block()})
@@ -424,6 +424,8 @@ class Reading(nn.Module):
         for block in self.looped:
             x = block.linear(x)
         block = self.named[2]
+        x = x + sum(block.linear(x) for block in self.summed)
+        x = x + sum({number: part.norm(x) for number, part in enumerate(self.named_parts) if number}.values())
         x = block.norm(x)
         for number, (block, other) in enumerate(zip(self.zipped, self.other, strict=True)):
             x = other(x) + block.linear.bias + number
@@ -465,6 +467,8 @@ def test_blocks_of_which_a_part_is_used_outside() -> None:
         "named.2": "norm",
         **{f"zipped.{index}": "linear.bias" for index in range(3)},
         **{f"reversed.{index}": "linear" for index in range(2)},
+        **{f"summed.{index}": "linear" for index in range(2)},
+        **{f"named_parts.{index}": "norm" for index in range(2)},
         "last.2": "linear",
     }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,14 +50,14 @@ class ForwardSource:
 
 def forward_source(cls: type) -> ForwardSource:
     """What the source of `cls.forward` says, with that of the methods and properties of its own that it uses."""
-    if cls not in _read:
+    if cls not in _sources:
         reader = _Reader(cls)
         reader.read(getattr(cls, "forward", None))
-        _read[cls] = ForwardSource(tuple(reader.mentions), tuple(reader.reads))
-    return _read[cls]
+        _sources[cls] = ForwardSource(tuple(reader.mentions), tuple(reader.reads))
+    return _sources[cls]
 
 
-_read: weakref.WeakKeyDictionary[type, ForwardSource] = weakref.WeakKeyDictionary()
+_sources: weakref.WeakKeyDictionary[type, ForwardSource] = weakref.WeakKeyDictionary()
 
 _Element = tuple[Chain, int | None]
 
@@ -67,11 +67,11 @@ class _Reader:
         self.cls = cls
         self.mentions: list[Chain] = []
         self.reads: list[ElementRead] = []
-        self._seen: set[Any] = set()
+        self._seen: set[Callable[..., Any]] = set()
 
-    def read(self, function: Any) -> None:
-        tree = _parse(function)
-        if tree is None or function in self._seen:
+    def read(self, function: Callable[..., Any] | None) -> None:
+        tree = _parse(function) if function is not None else None
+        if function is None or tree is None or function in self._seen:
             return
         self._seen.add(function)
         owner = tree.args.args[0].arg if tree.args.args else "self"
@@ -107,6 +107,19 @@ class _Body(ast.NodeVisitor):
         self._bind_each(node.target, node.iter)
         for statement in [*node.body, *node.orelse]:
             self.visit(statement)
+
+    def visit_ListComp(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> None:
+        outside = dict(self.elements)
+        for loop in node.generators:
+            self.visit(loop.iter)
+            self._bind_each(loop.target, loop.iter)
+            for condition in loop.ifs:
+                self.visit(condition)
+        for result in [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]:
+            self.visit(result)
+        self.elements = outside
+
+    visit_SetComp = visit_GeneratorExp = visit_DictComp = visit_ListComp
 
     def visit_Call(self, node: ast.Call) -> None:
         self._use(node.func, is_call=True)
@@ -185,15 +198,11 @@ def _constant(node: ast.expr) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def _parse(function: Any) -> ast.FunctionDef | None:
+def _parse(function: Callable[..., Any]) -> ast.FunctionDef | None:
     try:
         source = inspect.getsource(function)
         # A method is indented; so it gets something to be indented in.
         tree = ast.parse(f"if True:\n{source}" if source[:1].isspace() else source)
     except (OSError, TypeError, SyntaxError):
         return None
-    return next(_functions(tree), None)
-
-
-def _functions(tree: ast.AST) -> Iterator[ast.FunctionDef]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+    return next((node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)), None)
