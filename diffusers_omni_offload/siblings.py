@@ -30,7 +30,9 @@ def users(backend: PlanBackend, besides: OffloadHandle | None = None) -> list[Of
 def owners(modules: Iterable[nn.Module], besides: PlanBackend | None = None) -> set[PlanBackend]:
     """The backends that offload any of these components, without `besides`."""
     found = (hooks.owned_hook(module, hooks.COMPONENT_HOOK) for module in modules)
-    return {hook.owner for hook in found if hook and hook.owner is not besides and hook.owner.is_shared}
+    backends = {hook.owner for hook in found if hook is not None and hook.owner is not besides}
+    # A backend that isn't enabled has left its hook when it was interrupted.
+    return {backend for backend in backends if backend.is_shared and backend.is_enabled()}
 
 
 def disable_orphans(modules: Iterable[nn.Module], besides: PlanBackend | None = None) -> bool:

@@ -153,9 +153,9 @@ class PlanBackend(OffloadBackend):
     def _build(self, plan: ResolvedPlan, undo: ExitStack) -> None:
         """The steps of `enable`; each has put its own undoing on `undo` before it can fail."""
         units = units_of(plan)
-        _require_unowned(units)
         on_demand = [plan.module(path) for path in plan.on_demand]
         components = self._not_borrowed(plan)
+        _require_unowned(units)
         for component in components:
             self.residency.add(component.path, component.module)
         offloaded = [*(unit.module for unit in units), *on_demand]
@@ -244,6 +244,9 @@ class PlanBackend(OffloadBackend):
         ours = []
         for component in plan.components:
             hook = hooks.owned_hook(component.module, hooks.COMPONENT_HOOK)
+            if hook is not None and not hook.owner.is_enabled():
+                hooks.remove_leftovers(component.module)
+                hook = None
             if hook is None:
                 ours.append(component)
             elif hook.owner.device != self.device:

@@ -141,8 +141,15 @@ class PackedStage(Stage):
         self._streamer.bind_apart(self.master, self.slot)
 
     def unbind(self) -> None:
-        self._streamer.unbind_apart(self.master, self.slot)
-        super().unbind()
+        try:
+            self._streamer.unbind_apart(self.master, self.slot)
+        finally:
+            super().unbind()
+
+    def recover(self) -> None:
+        """Put back what an interrupt has left bound since."""
+        if not self.is_inside and self._streamer.is_bound_apart(self.master):
+            self._streamer.unbind_apart(self.master, self.slot)
 
 
 class OnDemandStage(Stage):
@@ -239,10 +246,12 @@ class Stages:
     def bring(self, stage: Stage) -> None:
         """Have a stage's weights on the device, as they are now."""
         self.make_room(stage.group, stage)
-        if isinstance(stage, PackedStage) and not stage.master.is_current():
-            # Something was replaced during the call, as a VAE is that is cast before it decodes.
-            stage.give_up()
-            stage.master.pack(in_place=False)
+        if isinstance(stage, PackedStage):
+            stage.recover()
+            if not stage.master.is_current():
+                # Something was replaced during the call, as a VAE is that is cast before it decodes.
+                stage.give_up()
+                stage.master.pack(in_place=False)
         if not stage.is_loaded:
             stage.load()
             self.swaps += 1

@@ -172,6 +172,10 @@ class Streamer:
         master.unbind()
         self._bound_apart.pop(master, None)
 
+    def is_bound_apart(self, master: Master) -> bool:
+        """Whether a master that is no block is bound now."""
+        return master in self._bound_apart
+
     def _mark_free(self, slot: Slot) -> None:
         stream = self.platform.current_stream()
         if stream != slot.stream:
