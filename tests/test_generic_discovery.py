@@ -72,6 +72,8 @@ def roles(plan: ResolvedPlan) -> dict[str, str]:
         *((name, "vae") for name in ("vae", "vqvae", "vqgan", "movq", "audio_vae", "vocoder", "sound_tokenizer")),
         *((name, "resident") for name in ("controlnet", "motion_adapter", "connectors", "latent_upsampler")),
         *((name, "resident") for name in ("prompt_enhancer_head", "safety_checker", "image_normalizer", "text_proj")),
+        *((name, "encoder") for name in ("t5", "t5_encoder", "bert")),
+        *((name, "dit") for name in ("transformer2", "dit_2")),
         ("language_model", "encoder"),
         ("text_decoder", "resident"),
         ("mystery", None),
@@ -409,6 +411,7 @@ class Reading(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.called, self.weight, self.looped, self.named, self.zipped, self.last = (blocks(3) for _ in range(6))
+        self.reversed = blocks(2)
         self.harmless, self.other = blocks(3), blocks(3)
         self.harmless[0].processor = object()
         self.parts = nn.ModuleDict({"a": Block(), "b": Block()})
@@ -422,6 +425,8 @@ class Reading(nn.Module):
         x = block.norm(x)
         for number, (block, other) in enumerate(zip(self.zipped, self.other, strict=True)):
             x = other(x) + block.linear.bias + number
+        for block in reversed(list(self.reversed)):
+            x = block.linear(x)
         x = self.last[-1].linear(x)
         # None of these needs weights.
         x = self.harmless[0](x) + len(self.harmless) + self.harmless[index](x)
@@ -432,8 +437,17 @@ class Reading(nn.Module):
         for block in self.harmless:
             block.train(False)
             x = block(x)
-        block = x
+        for block, number in self.pairs():
+            x = block.linear(x) + number
+        block, x = x, self.broken[0].norm(x)
         return block.norm()
+
+    def pairs(self) -> Any:
+        return []
+
+    @property
+    def broken(self) -> Any:
+        raise RuntimeError("a property may fail while nothing runs")
 
 
 def test_blocks_of_which_a_part_is_used_outside() -> None:
@@ -448,6 +462,7 @@ def test_blocks_of_which_a_part_is_used_outside() -> None:
         **{f"looped.{index}": "linear" for index in range(3)},
         "named.2": "norm",
         **{f"zipped.{index}": "linear.bias" for index in range(3)},
+        **{f"reversed.{index}": "linear" for index in range(2)},
         "last.2": "linear",
     }
 

@@ -17,6 +17,8 @@ MODES = ("layer",)
 CALLS = 2
 WITHOUT_DIT = ("FluxPriorReduxPipeline", "LTX2LatentUpsamplePipeline", "LTXLatentUpsamplePipeline")
 """These denoise nothing: a prior that only encodes, and two that only enlarge."""
+WITHOUT_BLOCKS = {("MiniMaxMusic3ModularPipeline", "text_encoder")}
+"""Encoders of which less than 1 % is blocks: this one is small, but for the embeddings of a real vocabulary."""
 
 pytestmark = pytest.mark.slow
 
@@ -60,7 +62,8 @@ def test_encoders_are_streamed_too(class_name: str, device: torch.device, sim: M
         try:
             pipe.enable_omni_offload("layer", **options)
         except ValueError as error:
-            assert f"components has {kind!r}" in str(error) and "declares no such encoder" in str(error), error
+            reason = "none of the encoders" if (class_name, kind) in WITHOUT_BLOCKS else "declares no such encoder"
+            assert f"components has {kind!r}" in str(error) and reason in str(error), error
             continue
         assert_runs_equal(pipe, call, expected[:1], sim, f"{class_name}, {kind}", "layer", **options)
 

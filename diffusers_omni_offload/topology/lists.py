@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -94,14 +95,8 @@ def blocks_read_outside(model: nn.Module, paths: Iterable[str]) -> dict[int, str
         if not isinstance(module, nn.Module):
             continue
         for read in forward_source(type(module)).reads:
-            try:
-                container = lookup(module, ".".join(read.container))
-                elements = list(container.values() if isinstance(container, nn.ModuleDict) else container)
-                chosen = elements if read.index is None else [elements[read.index]]
-            except (MissingPathError, TypeError, IndexError):
-                continue
-            for block in chosen:
-                part = _part_used(block, read) if isinstance(block, nn.Module) else None
+            for block in _elements_read(module, read):
+                part = _part_used(block, read)
                 if part is not None:
                     found.setdefault(id(block), part)
     return found
@@ -113,6 +108,28 @@ def _holders(paths: Iterable[str]) -> list[str]:
     return ["", *sorted(prefixes)]
 
 
+def _elements_read(module: nn.Module, read: ElementRead) -> list[nn.Module]:
+    container: Any = module
+    for name in read.container:
+        container = _attribute(container, name)
+    if isinstance(container, nn.ModuleDict):
+        container = list(container.values())
+    if not isinstance(container, (nn.ModuleList, nn.Sequential, list, tuple)):
+        return []
+    elements = list(container)
+    if read.index is not None:
+        elements = elements[read.index :][:1]
+    return [element for element in elements if isinstance(element, nn.Module)]
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    """An attribute, or None. It may be a property of anybody's, which may fail in any way."""
+    try:
+        return getattr(owner, name, None)
+    except Exception:
+        return None
+
+
 def _part_used(block: nn.Module, read: ElementRead) -> str | None:
     """What of `block` a read needs on the device, or None.
 
@@ -122,9 +139,9 @@ def _part_used(block: nn.Module, read: ElementRead) -> str | None:
     if read.chain == ("forward",):
         return None
     is_any = read.index is None
-    value: object = block
+    value: Any = block
     for position, name in enumerate(read.chain, start=1):
-        value = getattr(value, name, None)
+        value = _attribute(value, name)
         part = ".".join(read.chain[:position])
         if isinstance(value, torch.Tensor):
             return None if read.chain[position : position + 1] in _HARMLESS else part

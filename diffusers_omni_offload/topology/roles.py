@@ -33,10 +33,10 @@ _TEXT_WORDS = frozenset({"text", "language", "prompt"})
 
 def role_of_name(name: str) -> ComponentRole | None:
     """The role that a component's name speaks of, numbers aside; None if the name says nothing."""
-    name = re.sub(r"[_.]?\d+", "", name)
-    if name in _NAMES:
-        return _NAMES[name]
-    words = set(name.split("_"))
+    unnumbered = re.sub(r"_?\d+$", "", name)
+    if unnumbered in _NAMES:
+        return _NAMES[unnumbered]
+    words = {*name.split("_"), *unnumbered.split("_")}
     for role, known in _WORDS:
         if words & known:
             return role

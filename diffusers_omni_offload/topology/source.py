@@ -138,21 +138,28 @@ class _Body(ast.NodeVisitor):
         return chain, _constant(node.slice)
 
     def _bind(self, target: ast.expr, element: _Element | None) -> None:
-        if not isinstance(target, ast.Name):
-            return
-        self.elements.pop(target.id, None)
-        if element is not None:
-            self.elements[target.id] = element
+        for part in target.elts if isinstance(target, ast.Tuple) else ():
+            self._bind(part, None)
+        if isinstance(target, ast.Name):
+            self.elements.pop(target.id, None)
+            if element is not None:
+                self.elements[target.id] = element
 
     def _bind_each(self, target: ast.expr, iterated: ast.expr) -> None:
-        """The names of a loop: over a container itself, or over `enumerate` and `zip` of containers."""
-        name = iterated.func.id if isinstance(iterated, ast.Call) and isinstance(iterated.func, ast.Name) else None
-        if isinstance(iterated, ast.Call) and isinstance(target, ast.Tuple):
-            if name == "enumerate" and len(target.elts) == 2:
-                self._bind_each(target.elts[1], iterated.args[0])
-            elif name == "zip":
-                for each, argument in zip(target.elts, iterated.args, strict=False):
-                    self._bind_each(each, argument)
+        """The names of a loop: over a container itself, or over what `enumerate`, `zip` and the like make of some."""
+        self._bind(target, None)
+        function = iterated.func if isinstance(iterated, ast.Call) else None
+        name = function.id if isinstance(function, ast.Name) else None
+        targets = target.elts if isinstance(target, ast.Tuple) else []
+        if isinstance(iterated, ast.Call):
+            if name == "enumerate" and len(targets) == 2:
+                targets = targets[1:]
+            elif name in ("reversed", "list", "tuple"):
+                targets = [target]
+            elif name != "zip":
+                return
+            for each, argument in zip(targets, iterated.args, strict=False):
+                self._bind_each(each, argument)
             return
         while isinstance(iterated, ast.Subscript) and isinstance(iterated.slice, ast.Slice):
             iterated = iterated.value
