@@ -50,7 +50,8 @@ def what_fits(
 
 
 def _alternatives(config: OffloadConfig) -> Iterator[dict[str, Any]]:
-    """Arguments of `enable_omni_offload`: fewer residents, then more components, then smaller shares, fewer slots."""
+    """Arguments of `enable_omni_offload`: fewer residents, more streamed encoders, fewer slots; then whole components
+    that take turns."""
     encoders = ("text_encoder", "image_encoder")
     if config.strategy is not OffloadStrategy.MODEL_LEVEL and not config.choices:
         yield from _streamed_alternatives(config, encoders)
@@ -65,7 +66,7 @@ def _streamed_alternatives(config: OffloadConfig, encoders: tuple[str, ...]) -> 
     chosen = config.components or ("dit",)
     selections = [tuple(dict.fromkeys((*chosen, *encoders[:count]))) for count in range(len(encoders) + 1)]
     rows = [(chosen, kept, config.slots) for kept in range(residents - 1, -1, -1)]
-    rows += [(selection, kept, config.slots) for selection in selections for kept in {residents, 0}]
+    rows += [(selection, kept, config.slots) for selection in selections for kept in dict.fromkeys((residents, 0))]
     rows += [(selections[-1], 0, slots) for slots in range(min(config.slots - 1, 2), 0, -1)]
     for components, kept, slots in rows:
         options: dict[str, Any] = {"mode": "layer", "components": list(components)}

@@ -58,7 +58,7 @@ class OffloadHandle:
         self._pipeline = weakref.ref(pipeline, self._let_go)
         self._disable = disable
         self._modules = dict(iterate_modules(pipeline))
-        self._offloaded = {*(stack.component for stack in plan.stacks), *plan.swapped}
+        self._offloaded = set(plan.offloaded_paths)
 
     def is_enabled(self) -> bool:
         """Whether the pipeline is offloaded through this handle."""

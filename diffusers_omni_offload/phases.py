@@ -62,7 +62,7 @@ class PhaseOffload:
                 self._phases[phase].append(path)
                 components.append(ResolvedComponent(path, module, "dit"))
         paths = tuple(path for found in self._phases.values() for path in found)
-        groups = {path: phase for phase, found in self._phases.items() for path in found}
+        groups = {path: f"phase {phase}" for phase, found in self._phases.items() for path in found}
         self._plan = ResolvedPlan(config.strategy, tuple(components), (), swapped=paths, groups=groups)
         self.backend = _PhaseBackend(config, resolve_device(device))
 

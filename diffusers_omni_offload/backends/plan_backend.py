@@ -89,7 +89,7 @@ class PlanBackend(OffloadBackend):
             logger.warning("Offload is enabled already; disable it first to change it.")
             return
         if plan is None:
-            plan = resolve_offload_plan(pipeline, self.config, declarations=adapter_for(type(pipeline)))
+            plan = self.resolve(pipeline)
         if plan.skip_reason is not None:
             logger.warning("Nothing was offloaded: %s", plan.skip_reason)
             return
@@ -97,6 +97,10 @@ class PlanBackend(OffloadBackend):
         with ExitStack() as undo:
             self.install(plan, undo)
             undo.pop_all()
+
+    def resolve(self, pipeline: Any) -> ResolvedPlan:
+        """The plan of a pipeline for this backend's configuration; see `resolve_offload_plan`."""
+        return resolve_offload_plan(pipeline, self.config, declarations=adapter_for(type(pipeline)))
 
     def install(self, plan: ResolvedPlan, undo: ExitStack) -> None:
         """`enable` for a caller that has resolved and checked the plan; `undo` gets the way back of every step."""
@@ -203,41 +207,38 @@ class PlanBackend(OffloadBackend):
                 master = self.masters.of(component.module)
                 assert master is not None
                 stage = PackedStage(component.path, group, master, self.streamer)
-            self._attach(component, stage, plan.entry_points.get(component.path, ()), undo)
+            self._attach(plan, component, stage, undo)
         ours = {component.module for component in components}
         for path in plan.on_demand:
             if plan.module(path) not in ours:
                 part = ResolvedComponent(path, plan.module(path), "resident")
                 self.runner.add(path, part.role, is_still=False)
-                self._attach(part, OnDemandStage(path, part.role, part.module, self.device), (), undo)
+                self._attach(plan, part, OnDemandStage(path, part.role, part.module, self.device), undo)
 
-    def _attach(
-        self, component: ResolvedComponent, stage: Stage | None, methods: tuple[str, ...], undo: ExitStack
-    ) -> None:
+    def _attach(self, plan: ResolvedPlan, component: ResolvedComponent, stage: Stage | None, undo: ExitStack) -> None:
         module, path = component.module, component.path
         entries, moves_itself = None, isinstance(stage, OnDemandStage)
         before = self.runner.spare_memory if component.role == "vae" else None
         if stage is not None:
             self.stages.add(module, stage)
             before = partial(self.runner.announce, stage)
-        if stage is not None or self._needs_entries(module):
+        if stage is not None or self._needs_entries(plan, module):
             entries = EntryPoints(
                 module,
                 path,
                 self.device,
-                methods,
+                plan.entry_points.get(path, ()),
                 run=partial(self.runner.run, path),
                 is_inside=partial(self.runner.is_inside, path),
             )
         self.components.attach(path, module, undo, before, entries, moves_itself=moves_itself)
 
-    def _needs_entries(self, module: nn.Module) -> bool:
+    def _needs_entries(self, plan: ResolvedPlan, module: nn.Module) -> bool:
         """Whether a component that isn't swapped has to know of every way into it: it makes room for itself, or holds
         leaves that others hold as well."""
-        inside = set(module.modules())
-        if any(stage in inside for stage in self.stages.modules()):
-            return False
-        return self.shared is not None or any(True for _ in self.stages.modules())
+        moving = [plan.module(path) for path in (*plan.swapped, *plan.on_demand)]
+        is_still = set(moving).isdisjoint(module.modules())
+        return is_still and (self.shared is not None or bool(moving))
 
     def _not_borrowed(self, plan: ResolvedPlan) -> list[ResolvedComponent]:
         """The components that no other backend looks after: those it places and hooks for both."""

@@ -170,8 +170,8 @@ def require_ready(plan: ResolvedPlan, device: torch.device) -> None:
                 f"{path} is quantized ({quantizer}), and quantized weights can't be offloaded yet. "
                 "Load it unquantized, or leave it out of `components`."
             )
-    for path in (*plan.swapped, *plan.on_demand):
-        require_methods(plan.module(path), path, plan.entry_points.get(path, ()))
+    for component in plan.components:
+        require_methods(component.module, component.path, plan.entry_points.get(component.path, ()))
     offloaded = {id(leaf.tensor) for path in plan.on_demand for leaf in find_leaves(plan.module(path), path)}
     for unit in units_of(plan):
         for leaf in unit.leaves():

@@ -58,7 +58,7 @@ class Stage(ABC):
 
     Args:
         path: the component's path.
-        group: what it has in common with others that stay when it runs; for components that is their role.
+        group: what it has in common with others that stay when it runs: a component's role, or "phase <name>".
 
     Attributes:
         is_inside: whether one of its entry points is running.
