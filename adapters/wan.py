@@ -10,7 +10,7 @@ _UMT5 = {"text_encoder": ("encoder.block",)}
 _CLIP_VISION = {"image_encoder": ("encoder.layers|vision_model.encoder.layers",)}
 
 
-@register_adapter("WanPipeline", "Wan22ModularPipeline", "Wan22Image2VideoModularPipeline")
+@register_adapter("WanPipeline", "WanModularPipeline", "Wan22ModularPipeline", "Wan22Image2VideoModularPipeline")
 class WanOffload:
     """Two DiTs: `transformer` for the noisy steps, then `transformer_2`."""
 
@@ -37,7 +37,7 @@ class WanImageToVideoOffload(WanOffload):
     )
 
 
-@register_adapter("WanVideoToVideoPipeline", "WanModularPipeline")
+@register_adapter("WanVideoToVideoPipeline")
 class WanSingleOffload(WanOffload):
     """One DiT."""
 

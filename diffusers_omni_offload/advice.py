@@ -9,8 +9,9 @@ import torch
 
 from diffusers_omni_offload.backends import preflight
 from diffusers_omni_offload.config import OffloadConfig, OffloadStrategy
+from diffusers_omni_offload.messages import format_bytes
 from diffusers_omni_offload.platform import resolve_device
-from diffusers_omni_offload.topology.plan import ResolvedPlan, format_bytes
+from diffusers_omni_offload.topology.plan import ResolvedPlan
 
 
 def what_fits(

@@ -13,8 +13,9 @@ from torch import nn
 from diffusers_omni_offload.backends import Counters, PlanBackend
 from diffusers_omni_offload.config import OffloadConfig
 from diffusers_omni_offload.hooks import COMPONENT_HOOK, owned_hook
+from diffusers_omni_offload.messages import format_bytes
 from diffusers_omni_offload.topology.discovery import iterate_modules
-from diffusers_omni_offload.topology.plan import ResolvedPlan, format_bytes
+from diffusers_omni_offload.topology.plan import ResolvedPlan
 
 #: Where a pipeline keeps its handle.
 HANDLE_ATTRIBUTE = "_omni_offload_handle"

@@ -1,4 +1,5 @@
-"""The library's logger: one line where a user should know, on stderr, as loud as diffusers is set to be."""
+"""What the library says: its logger (one line where a user should know, on stderr, as loud as diffusers is set to be),
+and how it writes sizes."""
 
 from __future__ import annotations
 
@@ -28,3 +29,11 @@ def _threshold() -> int:
 if not logger.handlers:
     logger.addHandler(_StderrHandler())
     logger.setLevel(logging.INFO)
+
+
+def format_bytes(nbytes: int) -> str:
+    """`nbytes` in the largest unit (B, KiB, MiB, GiB) that gives at least 1."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.1f} {unit}"
+    return f"{nbytes} B"

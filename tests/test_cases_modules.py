@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from diffusers_omni_offload import OffloadPlan
-from tests.comparing import State, assert_equal, leftovers, modules, resident_output
+from tests.comparing import State, assert_equal, leftovers, resident_output
 from tests.modes import MODES, chosen, in_every_mode
 from tests.tiny import ToyDiT, ToyPipeline, build_sd3, build_toy, build_wan, run
 from tests.tiny.toy import ToyBlock, ToyOutput, ToyTextEncoder, ToyVAE
@@ -50,8 +50,8 @@ def assert_runs(build: Build, device: torch.device, sim: ModuleType, **options: 
         ({"components": {"transformr": "module"}}, "Did you mean 'transformer'"),
         ({"components": {"dit": "modul"}}, "Did you mean 'module'"),
         ({"components": {"transformer_2": "module"}}, "transformer_2.*isn't loaded"),
-        ({"components": {"dit": "resident", "vae": "resident"}}, "resident|nothing|No block"),
-        ({"mode": "module", "components": []}, "components"),
+        ({"components": {"dit": "resident", "vae": "resident"}}, "keeps everything resident"),
+        ({"mode": "module", "components": []}, "components is empty"),
     ],
 )
 def test_vllm_omni_2935_a_choice_that_matches_nothing_is_an_error(
@@ -70,7 +70,7 @@ def test_vllm_omni_2935_components_without_weights_are_an_error(device: torch.de
     """Nothing that could be swapped is in what was chosen."""
     pipe, _ = build_toy(4)
     pipe.vae = nn.Identity()
-    with pytest.raises(ValueError, match=r"No block|Nothing"):
+    with pytest.raises(ValueError, match="ToyPipeline"):
         pipe.enable_omni_offload(components={"vae": "module"})
     assert pipe.omni_offload is None and leftovers(pipe) == []
 

@@ -14,9 +14,10 @@ import torch
 import diffusers_omni_offload
 from diffusers_omni_offload.backends import get_offload_backend
 from diffusers_omni_offload.config import OffloadConfig
-from diffusers_omni_offload.topology.plan import BlockStack, ResolvedPlan, module_nbytes
+from diffusers_omni_offload.topology.plan import BlockStack, ResolvedPlan
 from diffusers_omni_offload.topology.residents import resident_indices
 from diffusers_omni_offload.topology.resolver import resolve_offload_plan
+from diffusers_omni_offload.topology.sizes import module_nbytes
 from tests import tiny
 from tests.equality import (
     Build,

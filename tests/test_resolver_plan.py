@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from diffusers_omni_offload.topology.plan import BlockStack, format_bytes
+from diffusers_omni_offload.messages import format_bytes
+from diffusers_omni_offload.topology.plan import BlockStack
 from diffusers_omni_offload.topology.resolver import resolve_offload_plan
 from tests.resolving import BLOCKS, Stack, blocks, layer, pipeline, refuses, strict_warnings  # noqa: F401
 

@@ -217,7 +217,7 @@ def a_stage_is_given_up_before_it_was_entered() -> None:
     module = torch.nn.Linear(256, 256)
     master = Master(lambda: find_leaves(module, "encoder"), [module], "encoder", platform, PinnedBudget(True))
     master.pack()
-    stage = PackedStage("encoder", "encoder", master, streamer)
+    stage = PackedStage("encoder", "encoder", module, master, streamer)
     stages.add(module, stage)
     stages.announce(stage)
     stages.give_up_all()
@@ -275,9 +275,9 @@ SCENARIOS: dict[Site, Callable[[], None]] = {
     ): slots_are_given_back_after_a_call_on_another_stream,
     Site(
         "diffusers_omni_offload/streaming/stages.py",
-        "Stages.announce",
+        "PackedStage.wait",
         0,
-        "self._streamer.platform.current_stream().wait_event(stage.slot.ready)",
+        "self._streamer.platform.current_stream().wait_event(self.slot.ready)",
     ): a_stage_is_given_up_before_it_was_entered,
     Site(STREAMER, "Streamer.enter", 0, "stream.wait_event(slot.ready)"): transfer_is_slow,
     Site(

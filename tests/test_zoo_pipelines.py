@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
 from typing import Any
 
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.slow
 names = pytest.mark.parametrize("class_name", sorted(set(PIPELINES) - set(WITHOUT_DIT)))
 
 
+@functools.cache
 def resident_outputs(class_name: str, device: torch.device) -> list[np.ndarray]:
     resident, call = build_resident(PIPELINES[class_name], device)
     assert type(resident).__name__ == class_name

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from diffusers_omni_offload.topology.lists import find_lists
-from diffusers_omni_offload.topology.plan import module_nbytes
+from diffusers_omni_offload.topology.sizes import module_nbytes
 from tests.zoo import TRANSFORMERS
 from tests.zoo.outcome import EQUAL, NOT_CONSTRUCTIBLE, REFUSED, Outcome, outcome_of
 

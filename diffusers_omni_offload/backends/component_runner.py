@@ -6,13 +6,12 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-from diffusers_omni_offload.messages import logger
+from diffusers_omni_offload.messages import format_bytes, logger
 from diffusers_omni_offload.streaming.scope import CallScope
 from diffusers_omni_offload.streaming.shared import SharedLeaves
 from diffusers_omni_offload.streaming.stage_runner import StageRunner
 from diffusers_omni_offload.streaming.stages import Stage, Stages
 from diffusers_omni_offload.streaming.streamer import Streamer
-from diffusers_omni_offload.topology.plan import format_bytes
 
 
 class ComponentRunner:

@@ -20,7 +20,7 @@ from diffusers_omni_offload.backends.masters import Masters, Unit, units_of
 from diffusers_omni_offload.backends.remarks import first_call_summary, warn_of_pageable, warn_of_plain_tensors
 from diffusers_omni_offload.backends.residency import Residency, tell_of_move
 from diffusers_omni_offload.config import OffloadConfig
-from diffusers_omni_offload.messages import logger
+from diffusers_omni_offload.messages import format_bytes, logger
 from diffusers_omni_offload.platform import on_device, platform_for, return_freed_host_memory
 from diffusers_omni_offload.registry import adapter_for
 from diffusers_omni_offload.streaming.runner import BlockRunner
@@ -28,8 +28,9 @@ from diffusers_omni_offload.streaming.scope import CallScope
 from diffusers_omni_offload.streaming.shared import SharedLeaves
 from diffusers_omni_offload.streaming.stages import OnDemandStage, PackedStage, Stage, Stages
 from diffusers_omni_offload.streaming.streamer import Streamer
-from diffusers_omni_offload.topology.plan import ResolvedComponent, ResolvedPlan, format_bytes
+from diffusers_omni_offload.topology.plan import ResolvedComponent, ResolvedPlan
 from diffusers_omni_offload.topology.resolver import resolve_offload_plan
+from diffusers_omni_offload.weights.derived import restore_derived
 from diffusers_omni_offload.weights.leaves import find_leaves, is_plain, move_tensors
 from diffusers_omni_offload.weights.pinning import PinnedBudget
 
@@ -135,6 +136,8 @@ class PlanBackend(OffloadBackend):
         with ExitStack() as steps, on_device(self.device):
             steps.callback(self._forget)
             steps.callback(tell_of_move, [child for _, module in self.components for child in module.modules()])
+            for module in self.stages.modules():
+                steps.callback(restore_derived, module)
             steps.callback(self.residency.move_to_host)
             for master in self.masters:
                 steps.callback(master.release)
@@ -184,8 +187,7 @@ class PlanBackend(OffloadBackend):
         self._hook_blocks(plan, undo)
         self._attach_components(plan, components, undo)
         for stage in self.stages:
-            if isinstance(stage, OnDemandStage):
-                stage.settle(undo)
+            stage.settle(undo)
 
     def _hook_blocks(self, plan: ResolvedPlan, undo: ExitStack) -> None:
         self._block_runner = BlockRunner(self.streamer, self.scope, self.shared)
@@ -206,7 +208,7 @@ class PlanBackend(OffloadBackend):
             elif component.path in plan.swapped:
                 master = self.masters.of(component.module)
                 assert master is not None
-                stage = PackedStage(component.path, group, master, self.streamer)
+                stage = PackedStage(component.path, group, component.module, master, self.streamer)
             self._attach(plan, component, stage, undo)
         ours = {component.module for component in components}
         for path in plan.on_demand:
@@ -217,7 +219,7 @@ class PlanBackend(OffloadBackend):
 
     def _attach(self, plan: ResolvedPlan, component: ResolvedComponent, stage: Stage | None, undo: ExitStack) -> None:
         module, path = component.module, component.path
-        entries, moves_itself = None, isinstance(stage, OnDemandStage)
+        entries, moves_itself = None, stage is not None and stage.moves_itself
         before = self.runner.spare_memory if component.role == "vae" else None
         if stage is not None:
             self.stages.add(module, stage)

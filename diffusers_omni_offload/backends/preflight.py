@@ -13,9 +13,10 @@ from diffusers_omni_offload.backends.entry_points import require_methods
 from diffusers_omni_offload.backends.masters import Unit, units_of
 from diffusers_omni_offload.backends.residency import require_placeable
 from diffusers_omni_offload.backends.sharing import shared_leaves
+from diffusers_omni_offload.messages import format_bytes
 from diffusers_omni_offload.platform import Platform
 from diffusers_omni_offload.streaming.stages import largest_together
-from diffusers_omni_offload.topology.plan import ResolvedPlan, format_bytes
+from diffusers_omni_offload.topology.plan import ResolvedPlan
 from diffusers_omni_offload.weights.leaves import Layout, Leaf, distinct_leaves, find_leaves, require_plain
 
 

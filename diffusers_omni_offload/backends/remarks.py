@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from diffusers_omni_offload.messages import logger
+from diffusers_omni_offload.messages import format_bytes, logger
 from diffusers_omni_offload.streaming.stages import PackedStage, Stages
 from diffusers_omni_offload.streaming.streamer import Streamer
-from diffusers_omni_offload.topology.plan import ResolvedPlan, format_bytes
+from diffusers_omni_offload.topology.plan import ResolvedPlan
 from diffusers_omni_offload.weights.master import Master
 from diffusers_omni_offload.weights.pinning import PinnedBudget
 

@@ -11,7 +11,7 @@ import numpy as np
 
 import diffusers_omni_offload  # noqa: F401 - gives pipelines `enable_omni_offload`
 from diffusers_omni_offload.demo import pick_device, tiny_wan
-from diffusers_omni_offload.topology.plan import format_bytes
+from diffusers_omni_offload.messages import format_bytes
 
 
 def printer() -> Callable[[str], None]:

@@ -55,12 +55,14 @@ class CallScope:
         """Make what was edited since the call began count: no slot that was filled before is believed after.
 
         Raises:
-            RuntimeError: a block is running.
+            RuntimeError: a block or a swapped component is running.
         """
         if not self.is_open:
             return  # The next call looks at the weights when it begins.
-        if self._streamer.is_running:
-            raise RuntimeError("refresh() was called while a block is running; call it between forwards.")
+        if self._streamer.is_running or self._stages.is_running:
+            raise RuntimeError(
+                "refresh() was called while a block or a swapped component is running; call it between forwards."
+            )
         self._streamer.settle()
         self._audit()
         self._distrust_slots()

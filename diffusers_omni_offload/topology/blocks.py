@@ -11,7 +11,8 @@ from diffusers_omni_offload.declarations import a_type, checked_paths
 from diffusers_omni_offload.topology.findings import Findings
 from diffusers_omni_offload.topology.lists import blocks_read_outside
 from diffusers_omni_offload.topology.paths import MissingPathError, lookup
-from diffusers_omni_offload.topology.plan import BlockStack, ResolvedComponent, module_nbytes
+from diffusers_omni_offload.topology.plan import BlockStack, ResolvedComponent
+from diffusers_omni_offload.topology.sizes import module_nbytes
 
 BLOCKS_ATTRIBUTE = "_layerwise_offload_blocks_attrs"
 """Class attribute of a DiT: its block containers, where the plan doesn't name them."""

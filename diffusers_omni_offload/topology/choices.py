@@ -8,7 +8,8 @@ from diffusers_omni_offload.config import CHOICES, COMPONENTS, OffloadConfig, Of
 from diffusers_omni_offload.declarations import ENCODER_COMPONENT_TYPES
 from diffusers_omni_offload.topology.discovery import Discovery
 from diffusers_omni_offload.topology.findings import Findings
-from diffusers_omni_offload.topology.plan import ResolvedComponent, module_nbytes
+from diffusers_omni_offload.topology.plan import ResolvedComponent
+from diffusers_omni_offload.topology.sizes import module_nbytes
 
 SELECTORS = (*COMPONENTS, "vae")
 """Names that stand for all components of a kind."""

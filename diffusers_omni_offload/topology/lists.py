@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from diffusers_omni_offload.topology.paths import MissingPathError, lookup
-from diffusers_omni_offload.topology.plan import module_nbytes
+from diffusers_omni_offload.topology.sizes import module_nbytes
 from diffusers_omni_offload.topology.source import ElementRead, forward_source
 
 WORTHWHILE = 0.01

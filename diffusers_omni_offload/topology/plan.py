@@ -9,6 +9,8 @@ from typing import Literal
 from torch import nn
 
 from diffusers_omni_offload.config import OffloadStrategy
+from diffusers_omni_offload.messages import format_bytes
+from diffusers_omni_offload.topology.sizes import module_nbytes
 
 StackKind = Literal["dit", "encoder"]
 ComponentRole = Literal["dit", "encoder", "vae", "resident"]
@@ -214,26 +216,3 @@ class ResolvedPlan:
 
     def __repr__(self) -> str:
         return f"<{self}>"
-
-
-def module_nbytes(module: nn.Module, without: frozenset[int] | set[int] = frozenset()) -> int:
-    """Bytes of a module's parameters and buffers, each tensor once, from shapes and dtypes (so meta tensors count too).
-
-    Tensors whose `id` is in `without` don't count.
-    """
-    seen = set(without)
-    total = 0
-    for tensors in (module.parameters(), module.buffers()):
-        for tensor in tensors:
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                total += tensor.numel() * tensor.element_size()
-    return total
-
-
-def format_bytes(nbytes: int) -> str:
-    """`nbytes` in the largest unit (B, KiB, MiB, GiB) that gives at least 1."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= size:
-            return f"{nbytes / size:.1f} {unit}"
-    return f"{nbytes} B"

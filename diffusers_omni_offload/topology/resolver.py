@@ -8,6 +8,7 @@ from torch import nn
 
 from diffusers_omni_offload.config import OffloadConfig, OffloadStrategy, WeightTransfer
 from diffusers_omni_offload.declarations import ENCODER_COMPONENT_TYPES, OffloadPlan, a_type
+from diffusers_omni_offload.messages import format_bytes
 from diffusers_omni_offload.topology.blocks import (
     BLOCKS_ATTRIBUTE,
     Block,
@@ -21,16 +22,9 @@ from diffusers_omni_offload.topology.discovery import Discovery, discover
 from diffusers_omni_offload.topology.findings import Findings
 from diffusers_omni_offload.topology.lists import find_lists
 from diffusers_omni_offload.topology.paths import MissingPathError, is_inside, lookup
-from diffusers_omni_offload.topology.plan import (
-    BlockStack,
-    ComponentRole,
-    ResolvedComponent,
-    ResolvedPlan,
-    StackKind,
-    format_bytes,
-    module_nbytes,
-)
+from diffusers_omni_offload.topology.plan import BlockStack, ComponentRole, ResolvedComponent, ResolvedPlan, StackKind
 from diffusers_omni_offload.topology.residents import resident_indices
+from diffusers_omni_offload.topology.sizes import module_nbytes
 
 LARGE_SUBMODULE_BYTES = 1 << 30
 """An undeclared submodule of a DiT above this defeats streaming if it stays on the device."""

@@ -14,7 +14,7 @@ import diffusers.utils.logging
 import torch
 import transformers.utils.logging
 
-from diffusers_omni_offload.topology.plan import format_bytes
+from diffusers_omni_offload.messages import format_bytes
 from tests import simdevice
 from tests.benchmarks import calls, real, steps
 from tests.benchmarks.tables import format_table

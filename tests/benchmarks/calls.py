@@ -16,7 +16,8 @@ import torch
 from accelerate.hooks import CpuOffload
 
 import diffusers_omni_offload
-from diffusers_omni_offload.topology.plan import format_bytes, module_nbytes
+from diffusers_omni_offload.messages import format_bytes
+from diffusers_omni_offload.topology.sizes import module_nbytes
 from tests import simdevice, tiny
 
 Build = Callable[[], tuple[Any, Callable[[], dict[str, Any]]]]
