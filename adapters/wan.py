@@ -25,7 +25,7 @@ class WanOffload:
     )
 
 
-@register_adapter("WanImageToVideoPipeline")
+@register_adapter("WanImageToVideoPipeline", "WanImage2VideoModularPipeline")
 class WanImageToVideoOffload(WanOffload):
     """As `WanOffload`, with the CLIP image encoder of Wan 2.1."""
 
@@ -49,7 +49,7 @@ class WanSingleOffload(WanOffload):
     )
 
 
-@register_adapter("WanImage2VideoModularPipeline", "WanAnimate2ModularPipeline", "WanAnimate2DistilledModularPipeline")
+@register_adapter("WanAnimate2ModularPipeline", "WanAnimate2DistilledModularPipeline")
 class WanSingleImageOffload(WanSingleOffload):
     """One DiT and the CLIP image encoder."""
 

@@ -14,7 +14,6 @@ from diffusers_omni_offload.handle import OffloadHandle, require_handle
 from diffusers_omni_offload.messages import logger
 from diffusers_omni_offload.registry import adapter_for
 
-
 #: Arguments of a pipeline's call that it calls after a step.
 _CALLBACKS = ("callback_on_step_end", "callback")
 

@@ -275,7 +275,7 @@ SCENARIOS: dict[Site, Callable[[], None]] = {
     ): slots_are_given_back_after_a_call_on_another_stream,
     Site(
         "diffusers_omni_offload/streaming/stages.py",
-        "PackedStage.wait",
+        "PackedStage.hold_compute",
         0,
         "self._streamer.platform.current_stream().wait_event(self.slot.ready)",
     ): a_stage_is_given_up_before_it_was_entered,

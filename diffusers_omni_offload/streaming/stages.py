@@ -84,16 +84,19 @@ class Stage(ABC):
 
     def settle(self, undo: ExitStack) -> None:
         """Have it on the host when offload begins, whatever it was before; `undo` gets the way back first."""
+        return
 
     def follow(self) -> None:
         """Between entries: take in what was replaced since."""
+        return
 
     @abstractmethod
     def load(self) -> None:
         """Bring the weights to the device; they aren't there."""
 
-    def wait(self) -> None:
+    def hold_compute(self) -> None:
         """Let the compute stream wait for the weights."""
+        return
 
     @abstractmethod
     def give_up(self) -> None:
@@ -153,7 +156,7 @@ class PackedStage(Stage):
         self._streamer.load_apart(self.master, slot)
         self._slot = slot
 
-    def wait(self) -> None:
+    def hold_compute(self) -> None:
         self._streamer.platform.current_stream().wait_event(self.slot.ready)
 
     def give_up(self) -> None:
@@ -281,7 +284,7 @@ class Stages:
         """
         if not stage.is_inside:
             self.bring(stage)
-            stage.wait()
+            stage.hold_compute()
 
     def leave(self, stages: Iterable[Stage]) -> None:
         """These leave the device, but for those that are running."""
