@@ -14,6 +14,10 @@ from diffusers_omni_offload.platform import resolve_device
 from diffusers_omni_offload.topology.plan import ResolvedPlan
 
 
+#: Share of the free memory that a call should leave for activations.
+_FOR_ACTIVATIONS = 0.1
+
+
 def what_fits(
     resolve: Callable[[OffloadConfig], ResolvedPlan], config: OffloadConfig, device: torch.device, available: int
 ) -> str:
@@ -26,6 +30,7 @@ def what_fits(
         available: free bytes there.
     """
     smallest: int | None = None
+    tight = ""
     for options in _alternatives(config):
         arguments = dict(options)
         mode = arguments.pop("mode", None)
@@ -44,8 +49,13 @@ def what_fits(
                 arguments["device"] = str(device)
             words = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
             chosen = "" if mode is None else f'"{mode}", '
-            return f"enable_omni_offload(pipe, {chosen}{words}) needs {format_bytes(need.total)}."
+            sentence = f"enable_omni_offload(pipe, {chosen}{words}) needs {format_bytes(need.total)}."
+            if need.total <= available * (1 - _FOR_ACTIVATIONS):
+                return sentence
+            tight = tight or f"{sentence[:-1]} and leaves {format_bytes(available - need.total)} for activations."
         smallest = need.total if smallest is None else min(smallest, need.total)
+    if tight:
+        return tight
     least = f"Whatever is offloaded, it takes {format_bytes(smallest)}: " if smallest is not None else ""
     return f"{least}free some of the device's memory."
 

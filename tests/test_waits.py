@@ -269,7 +269,7 @@ SCENARIOS: dict[Site, Callable[[], None]] = {
     Site(
         "diffusers_omni_offload/streaming/stalls.py", "StallMeter._record", 0, "event.record(stream)"
     ): the_verdict_follows_the_rates,
-    Site(STREAMER, "Streamer.settle", 0, "self._copies.synchronize()"): weights_are_edited_after_a_call,
+    Site(STREAMER, "Streamer.wait_for_copies", 0, "self._copies.synchronize()"): weights_are_edited_after_a_call,
     Site(
         "diffusers_omni_offload/streaming/slots.py", "Slot.tell_allocator", 0, "self.buffer.record_stream(stream)"
     ): slots_are_given_back_after_a_call_on_another_stream,

@@ -263,6 +263,7 @@ class PlanBackend(OffloadBackend):
 
     def add_resident(self, path: str, module: nn.Module, undo: ExitStack) -> None:
         """Manage a component that came later: it lives on the device. `undo` gets the way back first."""
+        preflight.require_unwrapped(path, module)
         undo.callback(self.residency.remove, module)
         missing = sum(leaf.nbytes for leaf in find_leaves(module, path) if leaf.tensor.device != self.device)
         if self.platform.is_asynchronous and missing > self.platform.free_bytes():

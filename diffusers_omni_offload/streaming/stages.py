@@ -16,10 +16,14 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from diffusers_omni_offload.messages import logger
 from diffusers_omni_offload.streaming.slots import Slot
 from diffusers_omni_offload.streaming.streamer import Streamer
 from diffusers_omni_offload.weights.derived import drop_derived
 from diffusers_omni_offload.weights.master import Master
+
+#: A component that is packed anew so often during calls does it in each of its forwards.
+_OFTEN = 4
 
 Rivals = Mapping[str, tuple[str, ...]]
 """The group of what runs -> the groups that leave the device before."""
@@ -127,6 +131,7 @@ class PackedStage(Stage):
         self.master = master
         self._module, self._streamer = module, streamer
         self._slot: Slot | None = None
+        self._repacks = 0
 
     @property
     def is_loaded(self) -> bool:
@@ -148,8 +153,22 @@ class PackedStage(Stage):
         if not self.is_inside and self._streamer.is_bound_apart(self.master):
             self._streamer.unbind_apart(self.master, self.slot)  # An interrupt has left it bound.
         if not self.master.is_current():
+            self._say_if_often()
             self.give_up()
+            # Packing unlocks the host memory that the last copy was read from.
+            self._streamer.wait_for_copies()
             self.master.pack(in_place=False)
+
+    def _say_if_often(self) -> None:
+        self._repacks += 1
+        if self._repacks == _OFTEN:
+            logger.warning(
+                "%s is packed anew for the %dth time during calls, since weights or buffers of it are replaced there: "
+                "%s. Leave it resident, or keep what its forward makes as a plain attribute.",
+                self.path,
+                _OFTEN,
+                self.master.changed_leaf() or "a cast, say",
+            )
 
     def load(self) -> None:
         slot = Slot(self.master.nbytes, self._streamer.platform)
@@ -219,7 +238,7 @@ class Stages:
         streamer: whose device is used.
 
     Attributes:
-        swaps: loads of whole components so far.
+        swaps: loads of whole components so far, without those of components that move themselves.
     """
 
     def __init__(self, streamer: Streamer) -> None:
@@ -274,7 +293,7 @@ class Stages:
         stage.follow()
         if not stage.is_loaded:
             stage.load()
-            self.swaps += 1
+            self.swaps += not stage.moves_itself
 
     def announce(self, stage: Stage) -> None:
         """Bring a stage that is about to be entered by a way of its own.
