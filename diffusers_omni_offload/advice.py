@@ -13,7 +13,6 @@ from diffusers_omni_offload.messages import format_bytes
 from diffusers_omni_offload.platform import resolve_device
 from diffusers_omni_offload.topology.plan import ResolvedPlan
 
-
 #: Share of the free memory that a call should leave for activations.
 _FOR_ACTIVATIONS = 0.1
 

@@ -174,10 +174,11 @@ class OffloadHandle:
             before, now = self._modules.get(path), current.get(path)
             if before is now and now is not None and owned_hook(now, COMPONENT_HOOK) is not None:
                 continue
-            if now is not None and any(path == name or name.startswith(f"{path}.") for name in self._offloaded):
+            if any(path == name or name.startswith(f"{path}.") for name in self._offloaded):
+                what = "removed" if now is None else "replaced"
                 raise RuntimeError(
-                    f"{path} is offloaded and was replaced since offload was enabled. Call disable_omni_offload() and "
-                    "enable_omni_offload() again, so that the new module's weights are packed."
+                    f"{path} is offloaded and was {what} since offload was enabled. Call disable_omni_offload() and "
+                    "enable_omni_offload() again, so that the offload is that of the components that are there now."
                 )
             if now is not None and owned_hook(now, COMPONENT_HOOK) is None:
                 with ExitStack() as undo:

@@ -35,7 +35,7 @@ class CallScope:
         self._streamer, self._stages = streamer, stages
         self._audit, self._after_call = audit, after_call
         # Not an RLock: a generator may leave the scope on another thread than the one that it entered it on.
-        self._lock, self._taking_over = threading.Lock(), threading.Lock()
+        self._lock, self._takeover_lock = threading.Lock(), threading.Lock()
         self._owner: threading.Thread | None = None
         self._token: object = None
         self._is_changing = False
@@ -162,7 +162,7 @@ class CallScope:
         while not self._lock.acquire(timeout=_GLANCE):
             # One thread at a time may take over, and only what it has seen abandoned for as long as a glance: a thread
             # that waits is told late that its time is up, and another one may have come and gone meanwhile.
-            with self._taking_over:
+            with self._takeover_lock:
                 if self._lock.acquire(blocking=False):
                     return
                 owner, seen = self._owner, (self._token, self._owner)

@@ -1,8 +1,8 @@
 """Blocks in and out of slots: load, bind, prefetch, unbind.
 
 Two rules of stream order hold everything together. A forward waits for its slot's `ready` event before it reads; a copy
-waits for its slot's `free` event before it writes. Between the forwards of a call the host doesn't wait; it does when the
-call ends, when weights are edited, and where whole components change places.
+waits for its slot's `free` event before it writes. Between the forwards of a call the host doesn't wait; it does when
+the call ends, when weights are edited, and where whole components change places.
 """
 
 from __future__ import annotations
