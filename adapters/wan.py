@@ -10,7 +10,7 @@ _UMT5 = {"text_encoder": ("encoder.block",)}
 _CLIP_VISION = {"image_encoder": ("encoder.layers|vision_model.encoder.layers",)}
 
 
-@register_adapter("WanPipeline", "Wan22ModularPipeline", "Wan22Image2VideoModularPipeline")
+@register_adapter("WanPipeline", "WanModularPipeline", "Wan22ModularPipeline", "Wan22Image2VideoModularPipeline")
 class WanOffload:
     """Two DiTs: `transformer` for the noisy steps, then `transformer_2`."""
 
@@ -25,7 +25,7 @@ class WanOffload:
     )
 
 
-@register_adapter("WanImageToVideoPipeline")
+@register_adapter("WanImageToVideoPipeline", "WanImage2VideoModularPipeline")
 class WanImageToVideoOffload(WanOffload):
     """As `WanOffload`, with the CLIP image encoder of Wan 2.1."""
 
@@ -37,7 +37,7 @@ class WanImageToVideoOffload(WanOffload):
     )
 
 
-@register_adapter("WanVideoToVideoPipeline", "WanModularPipeline")
+@register_adapter("WanVideoToVideoPipeline")
 class WanSingleOffload(WanOffload):
     """One DiT."""
 
@@ -49,7 +49,7 @@ class WanSingleOffload(WanOffload):
     )
 
 
-@register_adapter("WanImage2VideoModularPipeline", "WanAnimate2ModularPipeline", "WanAnimate2DistilledModularPipeline")
+@register_adapter("WanAnimate2ModularPipeline", "WanAnimate2DistilledModularPipeline")
 class WanSingleImageOffload(WanSingleOffload):
     """One DiT and the CLIP image encoder."""
 

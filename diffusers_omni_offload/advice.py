@@ -13,6 +13,9 @@ from diffusers_omni_offload.messages import format_bytes
 from diffusers_omni_offload.platform import resolve_device
 from diffusers_omni_offload.topology.plan import ResolvedPlan
 
+#: Share of the free memory that a call should leave for activations.
+_FOR_ACTIVATIONS = 0.1
+
 
 def what_fits(
     resolve: Callable[[OffloadConfig], ResolvedPlan], config: OffloadConfig, device: torch.device, available: int
@@ -26,6 +29,7 @@ def what_fits(
         available: free bytes there.
     """
     smallest: int | None = None
+    tight = ""
     for options in _alternatives(config):
         arguments = dict(options)
         mode = arguments.pop("mode", None)
@@ -44,14 +48,20 @@ def what_fits(
                 arguments["device"] = str(device)
             words = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
             chosen = "" if mode is None else f'"{mode}", '
-            return f"enable_omni_offload(pipe, {chosen}{words}) needs {format_bytes(need.total)}."
+            sentence = f"enable_omni_offload(pipe, {chosen}{words}) needs {format_bytes(need.total)}."
+            if need.total <= available * (1 - _FOR_ACTIVATIONS):
+                return sentence
+            tight = tight or f"{sentence[:-1]} and leaves {format_bytes(available - need.total)} for activations."
         smallest = need.total if smallest is None else min(smallest, need.total)
+    if tight:
+        return tight
     least = f"Whatever is offloaded, it takes {format_bytes(smallest)}: " if smallest is not None else ""
     return f"{least}free some of the device's memory."
 
 
 def _alternatives(config: OffloadConfig) -> Iterator[dict[str, Any]]:
-    """Arguments of `enable_omni_offload`: fewer residents, then more components, then smaller shares, fewer slots."""
+    """Arguments of `enable_omni_offload`: fewer residents, more streamed encoders, fewer slots; then whole components
+    that take turns."""
     encoders = ("text_encoder", "image_encoder")
     if config.strategy is not OffloadStrategy.MODEL_LEVEL and not config.choices:
         yield from _streamed_alternatives(config, encoders)
@@ -66,7 +76,7 @@ def _streamed_alternatives(config: OffloadConfig, encoders: tuple[str, ...]) -> 
     chosen = config.components or ("dit",)
     selections = [tuple(dict.fromkeys((*chosen, *encoders[:count]))) for count in range(len(encoders) + 1)]
     rows = [(chosen, kept, config.slots) for kept in range(residents - 1, -1, -1)]
-    rows += [(selection, kept, config.slots) for selection in selections for kept in {residents, 0}]
+    rows += [(selection, kept, config.slots) for selection in selections for kept in dict.fromkeys((residents, 0))]
     rows += [(selections[-1], 0, slots) for slots in range(min(config.slots - 1, 2), 0, -1)]
     for components, kept, slots in rows:
         options: dict[str, Any] = {"mode": "layer", "components": list(components)}

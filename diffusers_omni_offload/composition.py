@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -12,6 +13,9 @@ from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
 from diffusers_omni_offload.handle import OffloadHandle, require_handle
 from diffusers_omni_offload.messages import logger
 from diffusers_omni_offload.registry import adapter_for
+
+#: Arguments of a pipeline's call that it calls after a step.
+_CALLBACKS = ("callback_on_step_end", "callback")
 
 
 def _refuse(what: str, instead: str = "") -> NoReturn:
@@ -88,12 +92,13 @@ def composed_class(cls: type) -> type:
     @functools.wraps(cls.__call__)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         handle = require_handle(self)
-        callback = kwargs.get("callback_on_step_end")
-        if callback is not None and not isinstance(callback, (PipelineCallback, MultiPipelineCallbacks)):
-            kwargs["callback_on_step_end"] = _with_edits(callback, handle)
+        args = tuple(_with_edits(value, handle) if i in positions else value for i, value in enumerate(args))
+        kwargs = {name: _with_edits(value, handle) if name in _CALLBACKS else value for name, value in kwargs.items()}
         with handle.call():
             return cls.__call__(self, *args, **kwargs)
 
+    names = list(inspect.signature(cls.__call__).parameters)[1:]
+    positions = {names.index(name) for name in _CALLBACKS if name in names}
     copied = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(cls.__name__, bases, {"__call__": __call__, **copied})
 
@@ -103,8 +108,28 @@ def stock_class(cls: type) -> type:
     return cls.__bases__[1] if OffloadedPipeline in cls.__bases__ else cls
 
 
-def _with_edits(callback: Callable[..., Any], handle: OffloadHandle) -> Callable[..., Any]:
+class _EditingCallbacks(MultiPipelineCallbacks):
+    """A callback object of diffusers, called so that it may edit weights. Pipelines ask for its class."""
+
+    def __init__(self, callback: PipelineCallback | MultiPipelineCallbacks, handle: OffloadHandle) -> None:
+        super().__init__(callback.callbacks if isinstance(callback, MultiPipelineCallbacks) else [callback])
+        self._callback, self._handle = callback, handle
+
+    @property
+    def tensor_inputs(self) -> list[str]:
+        return self._callback.tensor_inputs
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._handle.backend.edits():
+            return self._callback(*args, **kwargs)
+
+
+def _with_edits(callback: Any, handle: OffloadHandle) -> Any:
     """`callback`, called so that it may edit weights."""
+    if isinstance(callback, (PipelineCallback, MultiPipelineCallbacks)):
+        return _EditingCallbacks(callback, handle)
+    if not callable(callback):
+        return callback
 
     def edited(*args: Any, **kwargs: Any) -> Any:
         with handle.backend.edits():

@@ -56,10 +56,11 @@ class OffloadHandle:
         self.plan = plan
         self._backend: PlanBackend | None = backend
         self._last_counters = Counters()
+        self._remains: Callable[[], PlanBackend | None] = lambda: None
         self._pipeline = weakref.ref(pipeline, self._let_go)
         self._disable = disable
         self._modules = dict(iterate_modules(pipeline))
-        self._offloaded = {*(stack.component for stack in plan.stacks), *plan.swapped}
+        self._offloaded = set(plan.offloaded_paths)
 
     def is_enabled(self) -> bool:
         """Whether the pipeline is offloaded through this handle."""
@@ -136,11 +137,15 @@ class OffloadHandle:
 
     @property
     def _counters(self) -> Counters:
-        return self._last_counters if self._backend is None else self._backend.counters()
+        backend = self._backend if self._backend is not None else self._remains()
+        return self._last_counters if backend is None else backend.counters()
 
     def _let_go(self, _: object) -> None:
         """The pipeline is gone: keep nothing of it."""
         self._last_counters = replace(self._counters, device_bytes=0, pinned_bytes=0)
+        # A component that somebody keeps keeps the offload with it.
+        if self._backend is not None:
+            self._remains = weakref.ref(self._backend)
         self._backend, self._modules = None, {}
         self.plan = replace(self.plan, components=(), stacks=(), swapped=(), on_demand=())
 
@@ -149,7 +154,7 @@ class OffloadHandle:
         return (
             f"<OffloadHandle {state}: {self.loads} loads, "
             f"{self.demand_loads} of them on demand, {self.swaps} swaps, {format_bytes(self.bytes_moved)} moved, "
-            f"{format_bytes(self.device_bytes)} of slots, "
+            f"{format_bytes(self.device_bytes)} held on the device, "
             f"{format_bytes(self.pinned_bytes)} pinned\n{self.plan}>"
         )
 
@@ -170,9 +175,10 @@ class OffloadHandle:
             if before is now and now is not None and owned_hook(now, COMPONENT_HOOK) is not None:
                 continue
             if any(path == name or name.startswith(f"{path}.") for name in self._offloaded):
+                what = "removed" if now is None else "replaced"
                 raise RuntimeError(
-                    f"{path} is offloaded and was replaced since offload was enabled. Call disable_omni_offload() and "
-                    "enable_omni_offload() again, so that the new module's weights are packed."
+                    f"{path} is offloaded and was {what} since offload was enabled. Call disable_omni_offload() and "
+                    "enable_omni_offload() again, so that the offload is that of the components that are there now."
                 )
             if now is not None and owned_hook(now, COMPONENT_HOOK) is None:
                 with ExitStack() as undo:

@@ -223,6 +223,14 @@ def remove_owned(module: nn.Module, name: str) -> None:
         del module._diffusers_hook
 
 
+def remove_leftovers(module: nn.Module) -> None:
+    """Take every hook of ours off `module` and what is below it, whoever put it there."""
+    for child in module.modules():
+        for name in OWN_HOOKS:
+            remove_owned(child, name)
+        ExecutionDeviceHook.detach(child)
+
+
 def owned_hook(module: nn.Module, name: str) -> Any:
     """Our hook of that name on `module`, or None."""
     registry = vars(module).get("_diffusers_hook")

@@ -62,7 +62,7 @@ class PhaseOffload:
                 self._phases[phase].append(path)
                 components.append(ResolvedComponent(path, module, "dit"))
         paths = tuple(path for found in self._phases.values() for path in found)
-        groups = {path: phase for phase, found in self._phases.items() for path in found}
+        groups = {path: _group(phase) for phase, found in self._phases.items() for path in found}
         self._plan = ResolvedPlan(config.strategy, tuple(components), (), swapped=paths, groups=groups)
         self.backend = _PhaseBackend(config, resolve_device(device))
 
@@ -91,18 +91,20 @@ class PhaseOffload:
             yield
             return
         stages = self.backend.stages
+        members = [stage for stage in stages if stage.group == _group(phase)]
         with self.backend.opened():
-            members = [stages.at(path) for path in self._phases[phase]]
             try:
                 for stage in members:
-                    if stage is not None:
-                        stages.announce(stage)
+                    stages.announce(stage)
                 yield
             except BaseException:
-                for stage in members:
-                    if stage is not None and not stage.is_inside:
-                        stage.give_up()
+                stages.leave(members)
                 raise
+
+
+def _group(phase: str) -> str:
+    """Phases are no roles, whatever they are called."""
+    return f"phase {phase}"
 
 
 class _PhaseBackend(PlanBackend):

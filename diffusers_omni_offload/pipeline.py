@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from diffusers_omni_offload.advice import what_fits
-from diffusers_omni_offload.backends import DelegatedBackend, PlanBackend, get_offload_backend, preflight
+from diffusers_omni_offload.backends import DelegatedBackend, PlanBackend, get_offload_backend, is_delegated, preflight
 from diffusers_omni_offload.composition import composed_class, stock_class
-from diffusers_omni_offload.config import OffloadConfig, OffloadStrategy
-from diffusers_omni_offload.declarations import SupportsModelCpuOffload
+from diffusers_omni_offload.config import OffloadConfig
 from diffusers_omni_offload.handle import HANDLE_ATTRIBUTE, OffloadHandle, omni_offload
 from diffusers_omni_offload.hooks import COMPONENT_HOOK, owned_hook
 from diffusers_omni_offload.messages import logger
@@ -140,22 +139,20 @@ def disable_omni_offload(pipe: Any) -> None:
 
 def _resolve(pipe: Any, config: OffloadConfig) -> ResolvedPlan:
     cls = stock_class(type(pipe))
-    if _moves_itself(pipe, config):
+    if is_delegated(pipe, config):
         return DelegatedBackend.plan_for(config, pipe)
     plan = resolve_offload_plan(pipe, config, declarations=adapter_for(cls))
     if plan.skip_reason is not None:
         raise ValueError(f"Nothing of this {cls.__name__} can be streamed: {plan.skip_reason}")
     wanted_residents = any(options.resident_layers for options in config.layer_options.values())
     if not plan.swapped and not any(stack.streamed for stack in plan.stacks) and not (plan.stacks and wanted_residents):
-        raise ValueError(
-            f"No block of this {cls.__name__} would be streamed. Declare its blocks with an OffloadPlan "
-            "(`block_attrs`), or register an adapter for it."
-        )
+        if "layer" in (*config.choices.values(), "" if config.choices else "layer"):
+            raise ValueError(
+                f"No block of this {cls.__name__} would be streamed. Declare its blocks with an OffloadPlan "
+                "(`block_attrs`), or register an adapter for it."
+            )
+        raise ValueError(f"Nothing of this {cls.__name__} would be swapped: {' '.join(plan.notes)}")
     return plan
-
-
-def _moves_itself(pipe: Any, config: OffloadConfig) -> bool:
-    return config.strategy is OffloadStrategy.MODEL_LEVEL and isinstance(pipe, SupportsModelCpuOffload)
 
 
 def _enable(pipe: Any, config: OffloadConfig, plan: ResolvedPlan, device: torch.device) -> OffloadHandle:

@@ -30,7 +30,9 @@ def users(backend: PlanBackend, besides: OffloadHandle | None = None) -> list[Of
 def owners(modules: Iterable[nn.Module], besides: PlanBackend | None = None) -> set[PlanBackend]:
     """The backends that offload any of these components, without `besides`."""
     found = (hooks.owned_hook(module, hooks.COMPONENT_HOOK) for module in modules)
-    return {hook.owner for hook in found if hook and hook.owner is not besides and hook.owner.is_shared}
+    backends = {hook.owner for hook in found if hook is not None and hook.owner is not besides}
+    # A backend that isn't enabled has left its hook when it was interrupted.
+    return {backend for backend in backends if backend.is_shared and backend.is_enabled()}
 
 
 def disable_orphans(modules: Iterable[nn.Module], besides: PlanBackend | None = None) -> bool:
@@ -44,8 +46,7 @@ def disable_orphans(modules: Iterable[nn.Module], besides: PlanBackend | None = 
 def offloading_owner(plan: ResolvedPlan, besides: PlanBackend | None = None) -> PlanBackend | None:
     """The backend, of another pipeline, that looks after a component which `plan` streams or swaps; None if there is
     none."""
-    paths = (*(stack.component for stack in plan.stacks), *plan.swapped)
-    found = owners((plan.component(path).module for path in paths), besides)
+    found = owners((plan.component(path).module for path in plan.offloaded_paths), besides)
     return next(iter(found), None)
 
 
@@ -57,11 +58,11 @@ def require_same(backend: PlanBackend, config: OffloadConfig, device: torch.devi
     """
     held = set() if backend.plan is None else _offloaded(backend.plan)
     if backend.config != config or backend.device != device or not _offloaded(plan) <= held:
-        names = ", ".join((*(stack.component for stack in plan.stacks), *plan.swapped))
+        theirs = [path for path in plan.offloaded_paths if owners([plan.component(path).module]) == {backend}]
         raise ValueError(
-            f"{names}: another pipeline that shares these components has offloaded them already, with other options "
-            "or other components. This pipeline runs as it is; to enable it too, use the same options, or call "
-            "disable_omni_offload() on the other one first."
+            f"{', '.join(theirs)}: another pipeline that shares these components has offloaded them already, with "
+            "other options or together with other components. To enable this pipeline too, use the same options for "
+            "the same components, or call disable_omni_offload() on the other one first."
         )
 
 

@@ -69,6 +69,20 @@ def loaded(model: TwoPhases) -> set[str]:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("names", [("encoder", "decoder"), ("dit", "vae")])
+def test_phases_may_be_called_as_roles_are(device: torch.device, hidden: torch.Tensor, names: tuple[str, str]) -> None:
+    model = TwoPhases()
+    phases = PhaseOffload(model, dict(zip(names, (model.think, model.draw), strict=True)), device=device)
+    phases.enable()
+    with phases.backend.opened():
+        for name, found in zip(names, ("think", "draw"), strict=True):
+            with phases.context(name):
+                pass
+            paths = {stage.path for stage in phases.backend.stages if stage.is_loaded}
+            assert paths == {f"{found}.{index}" for index in range(len(getattr(model, found)))}
+
+
+@torch.no_grad()
 def test_one_phase_at_a_time(model: TwoPhases, hidden: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     assert model.phases is not None
     model.phases.enable()

@@ -217,7 +217,7 @@ def a_stage_is_given_up_before_it_was_entered() -> None:
     module = torch.nn.Linear(256, 256)
     master = Master(lambda: find_leaves(module, "encoder"), [module], "encoder", platform, PinnedBudget(True))
     master.pack()
-    stage = PackedStage("encoder", "encoder", master, streamer)
+    stage = PackedStage("encoder", "encoder", module, master, streamer)
     stages.add(module, stage)
     stages.announce(stage)
     stages.give_up_all()
@@ -269,15 +269,15 @@ SCENARIOS: dict[Site, Callable[[], None]] = {
     Site(
         "diffusers_omni_offload/streaming/stalls.py", "StallMeter._record", 0, "event.record(stream)"
     ): the_verdict_follows_the_rates,
-    Site(STREAMER, "Streamer.settle", 0, "self._copies.synchronize()"): weights_are_edited_after_a_call,
+    Site(STREAMER, "Streamer.wait_for_copies", 0, "self._copies.synchronize()"): weights_are_edited_after_a_call,
     Site(
         "diffusers_omni_offload/streaming/slots.py", "Slot.tell_allocator", 0, "self.buffer.record_stream(stream)"
     ): slots_are_given_back_after_a_call_on_another_stream,
     Site(
         "diffusers_omni_offload/streaming/stages.py",
-        "Stages.announce",
+        "PackedStage.hold_compute",
         0,
-        "self._streamer.platform.current_stream().wait_event(stage.slot.ready)",
+        "self._streamer.platform.current_stream().wait_event(self.slot.ready)",
     ): a_stage_is_given_up_before_it_was_entered,
     Site(STREAMER, "Streamer.enter", 0, "stream.wait_event(slot.ready)"): transfer_is_slow,
     Site(

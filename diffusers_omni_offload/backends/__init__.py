@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 
 from diffusers_omni_offload.backends.base import Counters, OffloadBackend
-from diffusers_omni_offload.backends.delegated import DelegatedBackend
+from diffusers_omni_offload.backends.delegated import DelegatedBackend, is_delegated
 from diffusers_omni_offload.backends.distributed import DistributedLayerwiseBackend
 from diffusers_omni_offload.backends.layerwise import LayerwiseBackend
 from diffusers_omni_offload.backends.model_level import ModelLevelBackend
 from diffusers_omni_offload.backends.plan_backend import PlanBackend
 from diffusers_omni_offload.config import OffloadConfig, OffloadStrategy
-from diffusers_omni_offload.declarations import SupportsModelCpuOffload
 from diffusers_omni_offload.messages import logger
 from diffusers_omni_offload.platform import is_supported, resolve_device
 
@@ -24,6 +23,7 @@ __all__ = [
     "OffloadBackend",
     "PlanBackend",
     "get_offload_backend",
+    "is_delegated",
 ]
 
 _BACKENDS: dict[OffloadStrategy, type[PlanBackend]] = {
@@ -51,6 +51,6 @@ def get_offload_backend(config: OffloadConfig, device: torch.device, pipeline: o
     if not is_supported(device):
         logger.warning("Offload is off: the device %r can't be streamed to.", str(device))
         return None
-    if config.strategy is OffloadStrategy.MODEL_LEVEL and isinstance(pipeline, SupportsModelCpuOffload):
+    if is_delegated(pipeline, config):
         return DelegatedBackend(config, resolve_device(device), pipeline)
     return _BACKENDS[config.strategy](config, resolve_device(device))

@@ -53,7 +53,7 @@ class ComponentRunner:
             return self._run_beside(path, function, args, kwargs) if self._scope.is_open else function(*args, **kwargs)
         stage = self._stages.at(path)
         if stage is not None and stage.group == "vae":
-            self.spare_memory()
+            self.spare_memory(stage)
         if stage is None:
             with self._scope.opened(), self.shared or nullcontext():
                 return self._run_beside(path, function, args, kwargs)
@@ -74,20 +74,30 @@ class ComponentRunner:
         if self._scope.is_open:
             self._stages.announce(stage)
 
-    def spare_memory(self) -> None:
+    def spare_memory(self, vae: Stage | None = None) -> None:
         """Before a VAE: give back what is swapped in and the slots, if less than half of the device's memory is free;
-        what runs next takes them again."""
+        what runs next takes them again.
+
+        Args:
+            vae: the VAE, if it is swapped itself and so mustn't make room for itself.
+        """
         platform = self._streamer.platform
-        held = self._streamer.slots.nbytes + self._stages.nbytes
-        if not held or not self._scope.is_open or self._streamer.is_running:
+        before = self._held_bytes()
+        if not before or not self._scope.is_open or self._streamer.is_running:
             return
         if platform.free_bytes() >= platform.total_bytes() // 2:
             return
         self._streamer.release_slots()
-        self._stages.make_room("vae")
-        if not self._said_memory_spared:
+        self._stages.make_room("vae", vae)
+        given_back = before - self._held_bytes()
+        if given_back and not self._said_memory_spared:
             self._said_memory_spared = True
-            logger.info("Gave %s of weights back before the VAE, since device memory is short.", format_bytes(held))
+            logger.info(
+                "Gave %s of weights back before the VAE, since device memory is short.", format_bytes(given_back)
+            )
+
+    def _held_bytes(self) -> int:
+        return self._streamer.slots.nbytes + self._stages.nbytes
 
     def _run_beside(self, path: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a component that isn't swapped itself; once for the outermost of its entry points it makes room."""

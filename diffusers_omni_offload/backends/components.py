@@ -115,11 +115,12 @@ def foreign_message(path: str, owner: str) -> str:
 
 
 def _take_apart(component: _Component) -> None:
-    component.mediation.remove()
-    if component.entries is not None:
-        component.entries.remove()
-    hooks.ExecutionDeviceHook.detach(component.module)
-    hooks.remove_owned(component.module, hooks.COMPONENT_HOOK)
+    with ExitStack() as steps:
+        steps.callback(hooks.remove_owned, component.module, hooks.COMPONENT_HOOK)
+        steps.callback(hooks.ExecutionDeviceHook.detach, component.module)
+        if component.entries is not None:
+            steps.callback(component.entries.remove)
+        steps.callback(component.mediation.remove)
 
 
 def _nothing() -> None: ...

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -15,10 +15,15 @@ from torch import nn
 from diffusers_omni_offload import hooks
 from diffusers_omni_offload.backends.base import Counters
 from diffusers_omni_offload.backends.plan_backend import PlanBackend
-from diffusers_omni_offload.config import OffloadConfig
+from diffusers_omni_offload.config import OffloadConfig, OffloadStrategy
 from diffusers_omni_offload.declarations import SupportsModelCpuOffload
 from diffusers_omni_offload.topology.discovery import iterate_modules
 from diffusers_omni_offload.topology.plan import ResolvedPlan
+
+
+def is_delegated(pipeline: object, config: OffloadConfig) -> TypeGuard[SupportsModelCpuOffload]:
+    """Whether the pipeline does itself what the configuration asks for."""
+    return config.strategy is OffloadStrategy.MODEL_LEVEL and isinstance(pipeline, SupportsModelCpuOffload)
 
 
 class DelegatedBackend(PlanBackend):
@@ -50,6 +55,10 @@ class DelegatedBackend(PlanBackend):
                 "leave components out, or use the mode 'layer'."
             )
         return ResolvedPlan(config.strategy, (), (), notes=(f"{name} moves its own phases.",))
+
+    def resolve(self, pipeline: Any) -> ResolvedPlan:
+        """See `plan_for`."""
+        return self.plan_for(self.config, pipeline)
 
     def _build(self, plan: ResolvedPlan, undo: ExitStack) -> None:
         pipeline = self._pipeline()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -82,15 +83,11 @@ class EntryPoints:
 
     def remove(self) -> None:
         """Leave every way as it was."""
-        for part in self._parts:
-            hooks.remove_owned(part, hooks.ENTRY_HOOK)
-        for owner, method, before, ours in reversed(self._methods):
-            if vars(owner).get(method) is ours:
-                del vars(owner)[method]
-                if before is not None:
-                    vars(owner)[method] = before
-        self._parts.clear()
-        self._methods.clear()
+        with ExitStack() as steps:
+            for part in self._parts:
+                steps.callback(hooks.remove_owned, part, hooks.ENTRY_HOOK)
+            for method in self._methods:
+                steps.callback(_put_back, *method)
 
     def _wrapped(self, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -101,6 +98,13 @@ class EntryPoints:
             return self._run(method, args, hooks.move_to_device(kwargs, self._device))
 
         return entered
+
+
+def _put_back(owner: nn.Module, method: str, before: Any, ours: Any) -> None:
+    if vars(owner).get(method) is ours:
+        del vars(owner)[method]
+        if before is not None:
+            vars(owner)[method] = before
 
 
 def require_methods(module: nn.Module, path: str, declared: Sequence[str]) -> None:

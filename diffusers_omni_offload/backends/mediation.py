@@ -33,7 +33,12 @@ class Mediation:
 
     def install(self) -> None:
         """Take the place of the module's own methods."""
-        self._before = {name: value for name, value in vars(self._module).items() if name in self._ours}
+        self._before = {
+            name: value
+            for name, value in vars(self._module).items()
+            # Another one's that is there still was left by an interrupt.
+            if name in self._ours and not isinstance(getattr(value, "__self__", None), Mediation)
+        }
         vars(self._module).update(self._ours)
         cls = type(self._module)
         if isinstance(getattr(cls, "device", None), property) and self._module.device != self._device:

@@ -30,6 +30,7 @@ from diffusers_omni_offload.streaming.stages import OnDemandStage, PackedStage, 
 from diffusers_omni_offload.streaming.streamer import Streamer
 from diffusers_omni_offload.topology.plan import ResolvedComponent, ResolvedPlan
 from diffusers_omni_offload.topology.resolver import resolve_offload_plan
+from diffusers_omni_offload.weights.derived import restore_derived
 from diffusers_omni_offload.weights.leaves import find_leaves, is_plain, move_tensors
 from diffusers_omni_offload.weights.pinning import PinnedBudget
 
@@ -89,7 +90,7 @@ class PlanBackend(OffloadBackend):
             logger.warning("Offload is enabled already; disable it first to change it.")
             return
         if plan is None:
-            plan = resolve_offload_plan(pipeline, self.config, declarations=adapter_for(type(pipeline)))
+            plan = self.resolve(pipeline)
         if plan.skip_reason is not None:
             logger.warning("Nothing was offloaded: %s", plan.skip_reason)
             return
@@ -97,6 +98,10 @@ class PlanBackend(OffloadBackend):
         with ExitStack() as undo:
             self.install(plan, undo)
             undo.pop_all()
+
+    def resolve(self, pipeline: Any) -> ResolvedPlan:
+        """The plan of a pipeline for this backend's configuration; see `resolve_offload_plan`."""
+        return resolve_offload_plan(pipeline, self.config, declarations=adapter_for(type(pipeline)))
 
     def install(self, plan: ResolvedPlan, undo: ExitStack) -> None:
         """`enable` for a caller that has resolved and checked the plan; `undo` gets the way back of every step."""
@@ -131,6 +136,8 @@ class PlanBackend(OffloadBackend):
         with ExitStack() as steps, on_device(self.device):
             steps.callback(self._forget)
             steps.callback(tell_of_move, [child for _, module in self.components for child in module.modules()])
+            for module in self.stages.modules():
+                steps.callback(restore_derived, module)
             steps.callback(self.residency.move_to_host)
             for master in self.masters:
                 steps.callback(master.release)
@@ -153,9 +160,9 @@ class PlanBackend(OffloadBackend):
     def _build(self, plan: ResolvedPlan, undo: ExitStack) -> None:
         """The steps of `enable`; each has put its own undoing on `undo` before it can fail."""
         units = units_of(plan)
-        _require_unowned(units)
         on_demand = [plan.module(path) for path in plan.on_demand]
         components = self._not_borrowed(plan)
+        _require_unowned(units)
         for component in components:
             self.residency.add(component.path, component.module)
         offloaded = [*(unit.module for unit in units), *on_demand]
@@ -180,8 +187,7 @@ class PlanBackend(OffloadBackend):
         self._hook_blocks(plan, undo)
         self._attach_components(plan, components, undo)
         for stage in self.stages:
-            if isinstance(stage, OnDemandStage):
-                stage.settle(undo)
+            stage.settle(undo)
 
     def _hook_blocks(self, plan: ResolvedPlan, undo: ExitStack) -> None:
         self._block_runner = BlockRunner(self.streamer, self.scope, self.shared)
@@ -202,48 +208,48 @@ class PlanBackend(OffloadBackend):
             elif component.path in plan.swapped:
                 master = self.masters.of(component.module)
                 assert master is not None
-                stage = PackedStage(component.path, group, master, self.streamer)
-            self._attach(component, stage, plan.entry_points.get(component.path, ()), undo)
+                stage = PackedStage(component.path, group, component.module, master, self.streamer)
+            self._attach(plan, component, stage, undo)
         ours = {component.module for component in components}
         for path in plan.on_demand:
             if plan.module(path) not in ours:
                 part = ResolvedComponent(path, plan.module(path), "resident")
                 self.runner.add(path, part.role, is_still=False)
-                self._attach(part, OnDemandStage(path, part.role, part.module, self.device), (), undo)
+                self._attach(plan, part, OnDemandStage(path, part.role, part.module, self.device), undo)
 
-    def _attach(
-        self, component: ResolvedComponent, stage: Stage | None, methods: tuple[str, ...], undo: ExitStack
-    ) -> None:
+    def _attach(self, plan: ResolvedPlan, component: ResolvedComponent, stage: Stage | None, undo: ExitStack) -> None:
         module, path = component.module, component.path
-        entries, moves_itself = None, isinstance(stage, OnDemandStage)
+        entries, moves_itself = None, stage is not None and stage.moves_itself
         before = self.runner.spare_memory if component.role == "vae" else None
         if stage is not None:
             self.stages.add(module, stage)
             before = partial(self.runner.announce, stage)
-        if stage is not None or self._needs_entries(module):
+        if stage is not None or self._needs_entries(plan, module):
             entries = EntryPoints(
                 module,
                 path,
                 self.device,
-                methods,
+                plan.entry_points.get(path, ()),
                 run=partial(self.runner.run, path),
                 is_inside=partial(self.runner.is_inside, path),
             )
         self.components.attach(path, module, undo, before, entries, moves_itself=moves_itself)
 
-    def _needs_entries(self, module: nn.Module) -> bool:
+    def _needs_entries(self, plan: ResolvedPlan, module: nn.Module) -> bool:
         """Whether a component that isn't swapped has to know of every way into it: it makes room for itself, or holds
         leaves that others hold as well."""
-        inside = set(module.modules())
-        if any(stage in inside for stage in self.stages.modules()):
-            return False
-        return self.shared is not None or any(True for _ in self.stages.modules())
+        moving = [plan.module(path) for path in (*plan.swapped, *plan.on_demand)]
+        is_still = set(moving).isdisjoint(module.modules())
+        return is_still and (self.shared is not None or bool(moving))
 
     def _not_borrowed(self, plan: ResolvedPlan) -> list[ResolvedComponent]:
         """The components that no other backend looks after: those it places and hooks for both."""
         ours = []
         for component in plan.components:
             hook = hooks.owned_hook(component.module, hooks.COMPONENT_HOOK)
+            if hook is not None and not hook.owner.is_enabled():
+                hooks.remove_leftovers(component.module)
+                hook = None
             if hook is None:
                 ours.append(component)
             elif hook.owner.device != self.device:
@@ -257,6 +263,7 @@ class PlanBackend(OffloadBackend):
 
     def add_resident(self, path: str, module: nn.Module, undo: ExitStack) -> None:
         """Manage a component that came later: it lives on the device. `undo` gets the way back first."""
+        preflight.require_unwrapped(path, module)
         undo.callback(self.residency.remove, module)
         missing = sum(leaf.nbytes for leaf in find_leaves(module, path) if leaf.tensor.device != self.device)
         if self.platform.is_asynchronous and missing > self.platform.free_bytes():

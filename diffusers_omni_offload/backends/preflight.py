@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch._dynamo import OptimizedModule
 
 from diffusers_omni_offload import hooks
 from diffusers_omni_offload.backends.entry_points import require_methods
@@ -149,10 +150,11 @@ def require_ready(plan: ResolvedPlan, device: torch.device) -> None:
 
     Raises:
         RuntimeError: another offload is on, or the pipeline is spread over devices.
-        TypeError: a component is quantized, or a weight is a tensor subclass.
+        TypeError: a component is quantized, or wrapped by torch.compile, or a weight is a tensor subclass.
         ValueError: a weight is on the meta device, or a declared entry point isn't there.
     """
     for component in plan.components:
+        require_unwrapped(component.path, component.module)
         owner = hooks.foreign_offload(list(component.module.modules()))
         if owner is not None:
             raise RuntimeError(
@@ -171,8 +173,8 @@ def require_ready(plan: ResolvedPlan, device: torch.device) -> None:
                 f"{path} is quantized ({quantizer}), and quantized weights can't be offloaded yet. "
                 "Load it unquantized, or leave it out of `components`."
             )
-    for path in (*plan.swapped, *plan.on_demand):
-        require_methods(plan.module(path), path, plan.entry_points.get(path, ()))
+    for component in plan.components:
+        require_methods(component.module, component.path, plan.entry_points.get(component.path, ()))
     offloaded = {id(leaf.tensor) for path in plan.on_demand for leaf in find_leaves(plan.module(path), path)}
     for unit in units_of(plan):
         for leaf in unit.leaves():
@@ -180,6 +182,19 @@ def require_ready(plan: ResolvedPlan, device: torch.device) -> None:
             offloaded.add(id(leaf.tensor))
     for component in plan.components:
         require_placeable(find_leaves(component.module, component.path, offloaded), device)
+
+
+def require_unwrapped(path: str, module: nn.Module) -> None:
+    """Refuse a component that `torch.compile(component)` has wrapped.
+
+    Raises:
+        TypeError: it says how to compile it in place.
+    """
+    if isinstance(module, OptimizedModule):
+        raise TypeError(
+            f"{path} is wrapped by torch.compile, and offload works on the component itself. Compile it in place: "
+            f"pipe.{path} = pipe.{path}._orig_mod, then pipe.{path}.compile()."
+        )
 
 
 def _quantizer(module: nn.Module) -> str | None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from diffusers_omni_offload.messages import format_bytes, logger
-from diffusers_omni_offload.streaming.stages import Stages
+from diffusers_omni_offload.streaming.stages import PackedStage, Stages
 from diffusers_omni_offload.streaming.streamer import Streamer
 from diffusers_omni_offload.topology.plan import ResolvedPlan
 from diffusers_omni_offload.weights.master import Master
@@ -41,7 +41,7 @@ def warn_of_pageable(masters: Sequence[Master], budget: PinnedBudget) -> None:
     pageable = sum(master.nbytes for master in masters if not master.is_pinned)
     if pageable:
         logger.warning(
-            "%s of streamed weights are pinned, %s are pageable (host memory could not be pinned: %s). Pageable blocks "
+            "%s of offloaded weights are pinned, %s are pageable (host memory could not be pinned: %s). Pageable ones "
             "are copied at a fraction of the link's speed and don't overlap with the compute. `pin_memory=` takes a "
             "budget in bytes, or False.",
             format_bytes(sum(master.nbytes for master in masters if master.is_pinned)),
@@ -59,26 +59,29 @@ def first_call_summary(masters: Sequence[Master], streamer: Streamer, stages: St
         stages: what was swapped.
         waited: the share of the time that the compute waited for weights.
     """
-    swapped = f"{stages.swaps} swaps of whole components" if stages.swaps else ""
-    if not streamer.loads:
-        held, pinned = (sum(m.nbytes for m in masters if m.is_pinned or not only) for only in (False, True))
-        return (
-            f"{format_bytes(streamer.bytes_moved)} copied to the device in {swapped}; {pinned / held:.0%} of "
-            f"{format_bytes(held)} pinned."
-        )
-    streamed = sum(master.nbytes for master in masters)
+    offloaded = sum(master.nbytes for master in masters)
     pinned = sum(master.nbytes for master in masters if master.is_pinned)
+    swaps = f"{stages.swaps} swaps of whole components"
+    if not streamer.loads:
+        return (
+            f"{format_bytes(streamer.bytes_moved)} copied to the device in {swaps}; {pinned / offloaded:.0%} of "
+            f"{format_bytes(offloaded)} pinned."
+        )
+    swapped = sum(stage.master.nbytes for stage in stages if isinstance(stage, PackedStage))
+    what = f"{format_bytes(offloaded - swapped)} streamed"
+    if swapped:
+        what += f", {format_bytes(swapped)} swapped"
     if not streamer.platform.is_asynchronous:
         limit = "copies don't overlap on the CPU"
-    elif pinned < streamed:
+    elif pinned < offloaded:
         limit = "transfer-bound (what isn't pinned is copied while the compute stands still)"
     else:
         bound = "transfer" if waited > _NOTICEABLE_WAIT else "compute"
         limit = f"{bound}-bound (the compute waited for weights {waited:.0%} of the time)"
     return (
-        f"{format_bytes(streamed)} streamed, {pinned / streamed if streamed else 0:.0%} of it pinned; "
+        f"{what}, {pinned / offloaded if offloaded else 0:.0%} of it pinned; "
         f"{streamer.demand_loads} of {streamer.loads} loads on demand; "
-        f"{f'{swapped}; ' if swapped else ''}{limit}."
+        f"{f'{swaps}; ' if swapped else ''}{limit}."
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from diffusers_omni_offload.nested import any_tensor
 from diffusers_omni_offload.platform import Platform
 from diffusers_omni_offload.weights.master import Master
 
@@ -20,7 +21,7 @@ def refuse_unservable(platform: Platform, master: Master, args: Sequence[Any], k
     if torch.is_grad_enabled():
         if master.requires_grad():
             raise RuntimeError(gradient_message(master.path, "one of its parameters"))
-        if any(isinstance(value, torch.Tensor) and value.requires_grad for value in (*args, *kwargs.values())):
+        if any_tensor([args, kwargs], needs_gradient):
             raise RuntimeError(gradient_message(master.path, "one of its inputs"))
     if platform.is_capturing():
         raise RuntimeError(
@@ -55,5 +56,5 @@ def view_message(who: str) -> str:
 
 
 def needs_gradient(tensor: torch.Tensor) -> bool:
-    """Whether a tensor asks for a gradient."""
+    """Whether a tensor has a gradient, or asks for one."""
     return tensor.requires_grad

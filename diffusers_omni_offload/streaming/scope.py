@@ -35,7 +35,7 @@ class CallScope:
         self._streamer, self._stages = streamer, stages
         self._audit, self._after_call = audit, after_call
         # Not an RLock: a generator may leave the scope on another thread than the one that it entered it on.
-        self._lock = threading.Lock()
+        self._lock, self._takeover_lock = threading.Lock(), threading.Lock()
         self._owner: threading.Thread | None = None
         self._token: object = None
         self._is_changing = False
@@ -55,12 +55,14 @@ class CallScope:
         """Make what was edited since the call began count: no slot that was filled before is believed after.
 
         Raises:
-            RuntimeError: a block is running.
+            RuntimeError: a block or a swapped component is running.
         """
         if not self.is_open:
             return  # The next call looks at the weights when it begins.
-        if self._streamer.is_running:
-            raise RuntimeError("refresh() was called while a block is running; call it between forwards.")
+        if self._streamer.is_running or self._stages.is_running:
+            raise RuntimeError(
+                "refresh() was called while a block or a swapped component is running; call it between forwards."
+            )
         self._streamer.settle()
         self._audit()
         self._distrust_slots()
@@ -156,14 +158,20 @@ class CallScope:
         self._lock.release()
 
     def _acquire(self) -> None:
-        waited = 0.0
+        waited, before = 0.0, None
         while not self._lock.acquire(timeout=_GLANCE):
-            owner = self._owner
-            if self._token is None and not self._is_changing:
-                return  # An interrupt came between taking the lock and saying so, or after: it is nobody's.
-            if owner is not None and not owner.is_alive():
-                logger.warning("The thread %r ended inside a call; its call is given up.", owner.name)
-                return
+            # One thread at a time may take over, and only what it has seen abandoned for as long as a glance: a thread
+            # that waits is told late that its time is up, and another one may have come and gone meanwhile.
+            with self._takeover_lock:
+                if self._lock.acquire(blocking=False):
+                    return
+                owner, seen = self._owner, (self._token, self._owner)
+                if seen == before and self._is_abandoned():
+                    if owner is not None:
+                        logger.warning("The thread %r ended inside a call; its call is given up.", owner.name)
+                    self._token, self._owner = object(), None
+                    return
+                before = seen
             waited += _GLANCE
             if waited >= _PATIENCE:
                 waited = 0.0
@@ -171,3 +179,9 @@ class CallScope:
                     "Waiting for the thread %r, which is inside a call of a pipeline that shares these weights.",
                     owner.name if owner is not None else "(unknown)",
                 )
+
+    def _is_abandoned(self) -> bool:
+        """Whether the lock is nobody's: its thread has ended, or was interrupted before it could say that it has it."""
+        if self._token is None:
+            return not self._is_changing
+        return self._owner is not None and not self._owner.is_alive()

@@ -40,14 +40,15 @@ class SharedLeaves:
         """Between forwards: allocate the buffer, or a larger one; what it held isn't believed."""
         self._depth = 0
         if self._slot is None or self._slot.buffer.numel() < self.master.nbytes:
-            self.master.forget_views()
-            self._slot = None
+            self.release()
             self._slot = Slot(self.master.nbytes, self._streamer.platform)
         self._slot.tag = None
 
     def release(self) -> None:
         """Give the buffer back."""
         self.master.forget_views()
+        if self._slot is not None:
+            self._slot.tell_allocator()
         self._slot = None
 
     def __enter__(self) -> None:

@@ -9,7 +9,13 @@ import torch
 
 from diffusers_omni_offload.messages import logger
 from diffusers_omni_offload.nested import any_tensor, map_tensors
-from diffusers_omni_offload.streaming.guard import refuse_unservable, view_message, written_message
+from diffusers_omni_offload.streaming.guard import (
+    gradient_message,
+    needs_gradient,
+    refuse_unservable,
+    view_message,
+    written_message,
+)
 from diffusers_omni_offload.streaming.scope import CallScope
 from diffusers_omni_offload.streaming.stages import PackedStage, Stage, Stages
 from diffusers_omni_offload.streaming.streamer import Streamer
@@ -29,11 +35,11 @@ class StageRunner:
 
     def __init__(self, streamer: Streamer, scope: CallScope, stages: Stages) -> None:
         self._streamer, self._scope, self._stages = streamer, scope, stages
-        self._inspected: set[Stage] = set()
+        self._inspected: set[tuple[Stage, int, str]] = set()
         self._stray_entries = 0
 
     def inspect_again(self) -> None:
-        """Look once more, at each stage's next entry, at what it does to its weights."""
+        """Look once more, the next time that each stage is entered by each way, at what it does to its weights."""
         self._inspected.clear()
 
     @torch.compiler.disable
@@ -69,7 +75,7 @@ class StageRunner:
         if caches_casts:
             # Autocast would keep the cast of every weight on the device, beyond the stage's time there.
             torch.set_autocast_cache_enabled(False)
-        kept = None
+        kept, entry = None, (stage, id(getattr(function, "__self__", None)), getattr(function, "__name__", ""))
         try:
             stage.bind()
             versions = master.versions()
@@ -78,10 +84,9 @@ class StageRunner:
                 # A view of the weights would keep all of the component on the device for as long as it lives.
                 output = map_tensors(output, lambda tensor: tensor.clone() if stage.slot.holds(tensor) else tensor)
             written = master.written_leaf(versions)
-            if stage not in self._inspected:
+            if entry not in self._inspected:
                 written = written or master.replaced_leaf(stage.slot.buffer)
                 kept = master.attribute_where(stage.slot.holds)
-                self._inspected.add(stage)
         finally:
             if caches_casts:
                 torch.set_autocast_cache_enabled(True)
@@ -90,6 +95,9 @@ class StageRunner:
             raise RuntimeError(written_message(written))
         if kept is not None:
             raise RuntimeError(view_message(f"{kept} keeps"))
+        if torch.is_grad_enabled() and any_tensor(output, needs_gradient):
+            raise RuntimeError(gradient_message(master.path, "its output"))
+        self._inspected.add(entry)
         return output
 
     def _count_stray(self, stage: Stage) -> None:

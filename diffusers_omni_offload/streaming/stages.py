@@ -11,14 +11,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from diffusers_omni_offload.messages import logger
 from diffusers_omni_offload.streaming.slots import Slot
 from diffusers_omni_offload.streaming.streamer import Streamer
+from diffusers_omni_offload.weights.derived import drop_derived
 from diffusers_omni_offload.weights.master import Master
+
+#: A component that is packed anew so often during calls does it in each of its forwards.
+_OFTEN = 4
 
 Rivals = Mapping[str, tuple[str, ...]]
 """The group of what runs -> the groups that leave the device before."""
@@ -58,11 +63,14 @@ class Stage(ABC):
 
     Args:
         path: the component's path.
-        group: what it has in common with others that stay when it runs; for components that is their role.
+        group: what it has in common with others that stay when it runs: a component's role, or "phase <name>".
 
     Attributes:
+        moves_itself: whether the component has a lifecycle of its own.
         is_inside: whether one of its entry points is running.
     """
+
+    moves_itself: ClassVar[bool] = False
 
     def __init__(self, path: str, group: str) -> None:
         self.path, self.group = path, group
@@ -74,13 +82,25 @@ class Stage(ABC):
         """Whether its weights are on the device, or on their way."""
 
     @property
-    @abstractmethod
     def nbytes(self) -> int:
         """Device bytes held by us for it."""
+        return 0
+
+    def settle(self, undo: ExitStack) -> None:
+        """Have it on the host when offload begins, whatever it was before; `undo` gets the way back first."""
+        return
+
+    def follow(self) -> None:
+        """Between entries: take in what was replaced since."""
+        return
 
     @abstractmethod
     def load(self) -> None:
         """Bring the weights to the device; they aren't there."""
+
+    def hold_compute(self) -> None:
+        """Let the compute stream wait for the weights."""
+        return
 
     @abstractmethod
     def give_up(self) -> None:
@@ -101,15 +121,17 @@ class PackedStage(Stage):
     Args:
         path: the component's path.
         group: its group.
+        module: the component.
         master: its packed weights.
         streamer: whose device, copies and counters are used.
     """
 
-    def __init__(self, path: str, group: str, master: Master, streamer: Streamer) -> None:
+    def __init__(self, path: str, group: str, module: nn.Module, master: Master, streamer: Streamer) -> None:
         super().__init__(path, group)
         self.master = master
-        self._streamer = streamer
+        self._module, self._streamer = module, streamer
         self._slot: Slot | None = None
+        self._repacks = 0
 
     @property
     def is_loaded(self) -> bool:
@@ -125,24 +147,53 @@ class PackedStage(Stage):
         assert self._slot is not None
         return self._slot
 
+    def follow(self) -> None:
+        """Pack anew what was replaced during the call, as a VAE is that is cast before it decodes; this locks pages
+        anew."""
+        if not self.is_inside and self._streamer.is_bound_apart(self.master):
+            self._streamer.unbind_apart(self.master, self.slot)  # An interrupt has left it bound.
+        if not self.master.is_current():
+            self._say_if_often()
+            self.give_up()
+            # Packing unlocks the host memory that the last copy was read from.
+            self._streamer.wait_for_copies()
+            self.master.pack(in_place=False)
+
+    def _say_if_often(self) -> None:
+        self._repacks += 1
+        if self._repacks == _OFTEN:
+            logger.warning(
+                "%s is packed anew for the %dth time during calls, since weights or buffers of it are replaced there: "
+                "%s. Leave it resident, or keep what its forward makes as a plain attribute.",
+                self.path,
+                _OFTEN,
+                self.master.changed_leaf() or "a cast, say",
+            )
+
     def load(self) -> None:
         slot = Slot(self.master.nbytes, self._streamer.platform)
         self._streamer.load_apart(self.master, slot)
         self._slot = slot
+
+    def hold_compute(self) -> None:
+        self._streamer.platform.current_stream().wait_event(self.slot.ready)
 
     def give_up(self) -> None:
         slot, self._slot = self._slot, None
         self.master.forget_views()
         if slot is not None:
             slot.tell_allocator()
+            drop_derived(self._module)
 
     def bind(self) -> None:
         super().bind()
         self._streamer.bind_apart(self.master, self.slot)
 
     def unbind(self) -> None:
-        self._streamer.unbind_apart(self.master, self.slot)
-        super().unbind()
+        try:
+            self._streamer.unbind_apart(self.master, self.slot)
+        finally:
+            super().unbind()
 
 
 class OnDemandStage(Stage):
@@ -155,6 +206,8 @@ class OnDemandStage(Stage):
         device: the execution device.
     """
 
+    moves_itself = True
+
     def __init__(self, path: str, group: str, module: Any, device: torch.device) -> None:
         super().__init__(path, group)
         self._module, self._device = module, device
@@ -164,19 +217,14 @@ class OnDemandStage(Stage):
         # The pipeline may have called the lifecycle itself.
         return any(tensor.device == self._device for tensor in chain(self._module.parameters(), self._module.buffers()))
 
-    @property
-    def nbytes(self) -> int:
-        return 0
+    def settle(self, undo: ExitStack) -> None:
+        if self.is_loaded:
+            undo.callback(self.load)
+            self._module.offload_to_cpu()
 
     def load(self) -> None:
         takes_device = bool(inspect.signature(self._module.load_to_device).parameters)
         self._module.load_to_device(*([self._device] if takes_device else []))
-
-    def settle(self, undo: ExitStack) -> None:
-        """Have the component on the host, where it belongs until it is entered; `undo` gets the way back first."""
-        if self.is_loaded:
-            undo.callback(self.load)
-            self._module.offload_to_cpu()
 
     def give_up(self) -> None:
         if self.is_loaded:
@@ -190,7 +238,7 @@ class Stages:
         streamer: whose device is used.
 
     Attributes:
-        swaps: loads of whole components so far.
+        swaps: loads of whole components so far, without those of components that move themselves.
     """
 
     def __init__(self, streamer: Streamer) -> None:
@@ -202,6 +250,11 @@ class Stages:
 
     def __iter__(self) -> Iterator[Stage]:
         return iter(self._stages.values())
+
+    @property
+    def is_running(self) -> bool:
+        """Whether an entry point of any stage is running."""
+        return any(stage.is_inside for stage in self)
 
     def modules(self) -> Iterable[nn.Module]:
         """The components that are stages."""
@@ -232,27 +285,29 @@ class Stages:
     def make_room(self, group: str, newcomer: Stage | None = None) -> None:
         """Before something of this group runs: its rivals leave the device, but for those that are running."""
         rivals = self._rivals.get(group, ())
-        self._give_up(
-            stage for stage in self if stage is not newcomer and not stage.is_inside and stage.group in rivals
-        )
+        self.leave(stage for stage in self if stage is not newcomer and stage.group in rivals)
 
     def bring(self, stage: Stage) -> None:
         """Have a stage's weights on the device, as they are now."""
         self.make_room(stage.group, stage)
-        if isinstance(stage, PackedStage) and not stage.master.is_current():
-            # Something was replaced during the call, as a VAE is that is cast before it decodes.
-            stage.give_up()
-            stage.master.pack(in_place=False)
+        stage.follow()
         if not stage.is_loaded:
             stage.load()
-            self.swaps += 1
+            self.swaps += not stage.moves_itself
 
     def announce(self, stage: Stage) -> None:
-        """A stage is about to be entered by a way of its own: bring it, and let nothing else use its room too early."""
+        """Bring a stage that is about to be entered by a way of its own.
+
+        The compute stream waits for the copy at once: as long as the stage isn't bound nobody else would, and its room
+        could go to other work while the copy still writes there.
+        """
         if not stage.is_inside:
             self.bring(stage)
-            if isinstance(stage, PackedStage):
-                self._streamer.platform.current_stream().wait_event(stage.slot.ready)
+            stage.hold_compute()
+
+    def leave(self, stages: Iterable[Stage]) -> None:
+        """These leave the device, but for those that are running."""
+        self._give_up(stage for stage in stages if not stage.is_inside)
 
     def give_up_all(self) -> None:
         """Nothing is running: every stage leaves the device."""

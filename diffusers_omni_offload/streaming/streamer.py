@@ -1,7 +1,8 @@
 """Blocks in and out of slots: load, bind, prefetch, unbind.
 
 Two rules of stream order hold everything together. A forward waits for its slot's `ready` event before it reads; a copy
-waits for its slot's `free` event before it writes. The host waits once, when a call ends.
+waits for its slot's `free` event before it writes. Between the forwards of a call the host doesn't wait; it does when
+the call ends, when weights are edited, and where whole components change places.
 """
 
 from __future__ import annotations
@@ -105,13 +106,18 @@ class Streamer:
         self._bound.clear()
         for slot in self._bound_apart.values():
             self._mark_free(slot)
+            slot.tell_allocator()
         self._bound_apart.clear()
-        self._copies.synchronize()
+        self.wait_for_copies()
         for slot in self.slots.slots:
             if slot.users:
                 self._mark_free(slot)
                 slot.users = 0
             slot.tell_allocator()
+
+    def wait_for_copies(self) -> None:
+        """Wait on the host until nothing is read from any master any more."""
+        self._copies.synchronize()
 
     def enter(self, block: int) -> Slot | None:
         """Bind `block` to its slot for a forward on the current stream, and prefetch what comes next.
@@ -171,6 +177,10 @@ class Streamer:
         self._mark_free(slot)
         master.unbind()
         self._bound_apart.pop(master, None)
+
+    def is_bound_apart(self, master: Master) -> bool:
+        """Whether a master that is no block is bound now."""
+        return master in self._bound_apart
 
     def _mark_free(self, slot: Slot) -> None:
         stream = self.platform.current_stream()

@@ -151,6 +151,11 @@ class ResolvedPlan:
         return sum(stack.streamed_bytes for stack in self.stacks)
 
     @property
+    def offloaded_paths(self) -> tuple[str, ...]:
+        """The paths of the components that are streamed or swapped."""
+        return (*(stack.component for stack in self.stacks), *self.swapped)
+
+    @property
     def swapped_bytes(self) -> int:
         """Bytes of the components that are moved as wholes."""
         return sum(module_nbytes(self.component(path).module) for path in self.swapped)

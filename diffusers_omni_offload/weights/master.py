@@ -139,6 +139,15 @@ class Master:
                 return self._paths[id(tensor)]
         return None
 
+    def changed_leaf(self) -> str | None:
+        """The path of the first leaf that came, or got other data, since the leaves were packed."""
+        known = {id(tensor): view for tensor, view in self._host_binding}
+        for leaf in self.find():
+            view = known.get(id(leaf.tensor))
+            if view is None or leaf.tensor.data_ptr() != view.data_ptr():
+                return leaf.path
+        return None
+
     def attribute_where(self, test: Callable[[torch.Tensor], bool]) -> str | None:
         """The path of the first plain tensor attribute below the roots for which `test` holds."""
         for root in self._roots:
