@@ -570,7 +570,7 @@ def test_a_streamed_component_set_to_none_is_refused_at_the_next_call(device: to
     pipe.enable_omni_offload("layer")
     run(pipe, call)
     pipe.transformer_2 = None
-    with pytest.raises(RuntimeError, match=r"transformer_2 .*replaced.*disable_omni_offload\(\)"):
+    with pytest.raises(RuntimeError, match=r"transformer_2 .*removed.*disable_omni_offload\(\)"):
         run(pipe, call)
     pipe.disable_omni_offload()
     pipe.enable_omni_offload("layer")

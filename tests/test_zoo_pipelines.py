@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
@@ -14,19 +14,28 @@ from tests.comparing import State, leftovers
 from tests.equality import assert_equal_outputs, build_as, build_resident, outputs
 from tests.zoo import PIPELINES
 
-MODES = ("layer",)
 CALLS = 2
 WITHOUT_DIT = ("FluxPriorReduxPipeline", "LTX2LatentUpsamplePipeline", "LTXLatentUpsamplePipeline")
 """These denoise nothing: a prior that only encodes, and two that only enlarge."""
-WITHOUT_BLOCKS = {("MiniMaxMusic3ModularPipeline", "text_encoder")}
+
+MODES: dict[str, dict[str, Any]] = {
+    "layer": {"mode": "layer"},
+    "module": {"mode": "module"},
+    "a mixed choice": {"components": {"dit": "layer", "text_encoder": "module", "vae": "module"}},
+    "text encoders in layers": {"components": ["dit", "text_encoder"]},
+    "image encoders in layers": {"components": ["dit", "image_encoder"]},
+}
+"""A kind of component that a pipeline lacks is refused, and the mode with it."""
+
+WITHOUT_BLOCKS = {("MiniMaxMusic3ModularPipeline", "text encoders in layers")}
 """Encoders of which less than 1 % is blocks: this one is small, but for the embeddings of a real vocabulary."""
 
 pytestmark = pytest.mark.slow
 
 names = pytest.mark.parametrize("class_name", sorted(set(PIPELINES) - set(WITHOUT_DIT)))
+ran: dict[str, set[str]] = {mode: set() for mode in MODES}
 
 
-@functools.cache
 def resident_outputs(class_name: str, device: torch.device) -> list[np.ndarray]:
     resident, call = build_resident(PIPELINES[class_name], device)
     assert type(resident).__name__ == class_name
@@ -35,39 +44,47 @@ def resident_outputs(class_name: str, device: torch.device) -> list[np.ndarray]:
     return expected
 
 
-def assert_runs_equal(
-    pipe: Any, call: Any, expected: list[np.ndarray], sim: ModuleType, what: str, *arguments: Any, **options: Any
-) -> None:
-    """Offloaded, called and disabled: the outputs are equal, weights moved, and no hook or hazard is left."""
-    handle = pipe.enable_omni_offload(*arguments, **options)
-    assert_equal_outputs(outputs(pipe, call, len(expected)), expected, what)
-    assert handle.bytes_moved > 0 and sim.hazards() == [], what
-    pipe.disable_omni_offload()
-    assert leftovers(pipe) == [], what
-
-
-@pytest.mark.parametrize("mode", MODES)
 @names
-def test_two_calls_are_equal(class_name: str, mode: str, device: torch.device, sim: ModuleType) -> None:
+def test_outputs_are_equal_in_every_mode(class_name: str, device: torch.device, sim: ModuleType) -> None:
+    """One pipeline, switched from mode to mode: its outputs are equal, weights move, and no hook or hazard is left."""
     expected = resident_outputs(class_name, device)
     pipe, call = build_as(PIPELINES[class_name])
-    assert_runs_equal(pipe, call, expected, sim, f"{class_name}, {mode}", mode)
-
-
-@names
-def test_encoders_are_streamed_too(class_name: str, device: torch.device, sim: ModuleType) -> None:
-    """Text encoders and image encoders beside the DiT, where there are some; a kind that isn't there is refused."""
-    expected = resident_outputs(class_name, device)
-    pipe, call = build_as(PIPELINES[class_name])
-    for kind in ("text_encoder", "image_encoder"):
-        options = {"components": ["dit", kind]}
+    for mode, arguments in MODES.items():
+        what = f"{class_name}, {mode}"
         try:
-            pipe.enable_omni_offload("layer", **options)
+            handle = pipe.enable_omni_offload(**arguments)
         except ValueError as error:
-            reason = "none of the encoders" if (class_name, kind) in WITHOUT_BLOCKS else "declares no such encoder"
-            assert f"components has {kind!r}" in str(error) and reason in str(error), error
+            is_due = lacks(pipe, arguments["components"]) or (class_name, mode) in WITHOUT_BLOCKS
+            assert is_due and "leave it out" in str(error), f"{what}: {error}"
             continue
-        assert_runs_equal(pipe, call, expected[:1], sim, f"{class_name}, {kind}", "layer", **options)
+        calls = CALLS if mode in ("layer", "module") else 1
+        assert_equal_outputs(outputs(pipe, call, calls), expected[:calls], what)
+        assert handle.bytes_moved > 0 and sim.hazards() == [], what
+        assert_happened(handle, mode)
+        ran[mode].add(class_name)
+    assert pipe.omni_offload is not None
+    pipe.disable_omni_offload()
+    assert leftovers(pipe) == []
+    assert class_name in ran["layer"] & ran["module"]
+
+
+def lacks(pipe: Any, components: Iterable[str]) -> bool:
+    """Whether no component of the pipeline is called as one of these kinds is."""
+    loaded = [name for name, value in pipe.components.items() if isinstance(value, torch.nn.Module)]
+    kinds = set(components) - {"dit"}
+    return any(not any(name.startswith(kind) for name in loaded) for kind in kinds)
+
+
+def assert_happened(handle: Any, mode: str) -> None:
+    """What the mode is for was done."""
+    if mode == "layer":
+        assert handle.loads > 0 and handle.swaps == 0
+    elif mode == "module":
+        assert handle.swaps > 0 and handle.loads == 0
+    elif mode == "a mixed choice":
+        assert handle.loads > 0 and handle.swaps > 0
+    else:
+        assert any(stack.kind == "encoder" and stack.streamed for stack in handle.plan.stacks)
 
 
 @pytest.mark.parametrize("class_name", WITHOUT_DIT)
@@ -80,5 +97,5 @@ def test_without_a_dit(class_name: str, device: torch.device) -> None:
 
 
 def test_count_of_classes() -> None:
-    print(f"{len(PIPELINES) - len(WITHOUT_DIT)} pipeline classes in {', '.join(MODES)}, {len(WITHOUT_DIT)} refused")
+    print(f"{len(PIPELINES) - len(WITHOUT_DIT)} pipeline classes are built, {len(WITHOUT_DIT)} of others refused")
     assert len(PIPELINES) - len(WITHOUT_DIT) >= 60
