@@ -1,0 +1,164 @@
+"""Public cases of compiled components: in place or wrapped, before or after offload was enabled, in every mode."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from tests.comparing import State, assert_equal, leftovers, modules, resident_output
+from tests.modes import MODES, in_every_mode
+from tests.tiny import build_toy, run
+
+
+def full_toy() -> tuple[Any, Callable[[], dict[str, Any]]]:
+    return build_toy(4, text_encoder=True, vae=True)
+
+
+@cache
+def toy_output(device: torch.device) -> np.ndarray:
+    return resident_output(full_toy, device)
+
+
+@pytest.fixture
+def compiler() -> Iterator[None]:
+    """Nothing that was compiled before counts; dynamo's remarks about our locks are no news."""
+    torch._dynamo.reset()
+    counters.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
+    torch._dynamo.reset()
+
+
+def _compile_components(pipe: Any, backend: str) -> None:
+    for component in (pipe.transformer, pipe.text_encoder):
+        component.compile(backend=backend)
+
+
+def _compile_blocks(pipe: Any, backend: str) -> None:
+    for block in (*pipe.transformer.blocks, *pipe.text_encoder.layers):
+        block.compile(backend=backend)
+
+
+def _compile_repeated_blocks(pipe: Any, backend: str) -> None:
+    vars(pipe.transformer)["_repeated_blocks"] = ["ToyBlock"]
+    pipe.transformer.compile_repeated_blocks(backend=backend)
+    pipe.vae.decoder.compile(backend=backend)
+
+
+def _compile_decode(pipe: Any, backend: str) -> None:
+    pipe.vae.decode = torch.compile(pipe.vae.decode, backend=backend)
+
+
+COMPILED: dict[str, Callable[[Any, str], None]] = {
+    "components": _compile_components,
+    "blocks": _compile_blocks,
+    "repeated blocks": _compile_repeated_blocks,
+    "decode": _compile_decode,
+}
+
+
+def compilations() -> Iterator[Any]:
+    """Every combination; the fast ones are those that other tests don't come near."""
+    for what in COMPILED:
+        for order in ("before", "after"):
+            for mode in MODES:
+                for backend in ("eager", "aot_eager"):
+                    is_fast = backend == "eager" and mode == ("module" if order == "before" else "mixed")
+                    marks = [] if is_fast else [pytest.mark.slow]
+                    yield pytest.param(what, order, mode, backend, marks=marks, id=f"{what}-{order}-{mode}-{backend}")
+
+
+@pytest.mark.parametrize(("what", "order", "mode", "backend"), list(compilations()))
+@pytest.mark.usefixtures("compiler")
+def test_diffusers_11584_compiled_in_place(
+    device: torch.device, sim: ModuleType, what: str, order: str, mode: str, backend: str
+) -> None:
+    """Errors, duplicate hooks, or nothing compiled; and what is compiled is compiled once."""
+    pipe, call = full_toy()
+    if order == "before":
+        COMPILED[what](pipe, backend)
+    handle = pipe.enable_omni_offload(**MODES[mode])
+    if order == "after":
+        COMPILED[what](pipe, backend)
+    frames = []
+    for _ in range(4):
+        assert_equal(run(pipe, call), toy_output(device))
+        frames.append(counters["frames"]["total"])
+    assert frames[1] == frames[3] > 0
+    assert (handle.swaps > 0) == (mode != "layer") and (handle.loads > 0) == (mode != "module")
+    registries = [vars(module)["_diffusers_hook"] for _, module in modules(pipe) if "_diffusers_hook" in vars(module)]
+    assert registries and {len(registry.hooks) for registry in registries} == {1}
+    assert sim.hazards() == [] and handle.device_bytes == handle.backend.streamer.slots.nbytes
+    is_compiled = [module for _, module in modules(pipe) if module._compiled_call_impl is not None]
+    pipe.disable_omni_offload()
+    assert [module for _, module in modules(pipe) if module._compiled_call_impl is not None] == is_compiled
+    pipe.to(device)
+    assert_equal(run(pipe, call), toy_output(device))
+
+
+@in_every_mode
+@pytest.mark.parametrize("component", ["transformer", "text_encoder", "vae"])
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.usefixtures("compiler")
+def test_diffusers_11584_a_wrapper_of_a_compiled_component(
+    device: torch.device, sim: ModuleType, component: str, order: str, mode: str
+) -> None:
+    """`pipe.transformer = torch.compile(pipe.transformer)`: it works, or a sentence says what to do instead."""
+    pipe, call = full_toy()
+
+    def wrap() -> None:
+        setattr(pipe, component, torch.compile(getattr(pipe, component), backend="eager"))
+
+    def works() -> bool:
+        for _ in range(2):
+            assert_equal(run(pipe, call), toy_output(device))
+        return True
+
+    if order == "before":
+        wrap()
+        before = State.of(pipe)
+        try:
+            pipe.enable_omni_offload(**MODES[mode])
+        except (RuntimeError, ValueError) as error:
+            assert component in str(error) and "compile" in str(error)
+            before.assert_same(State.of(pipe))
+            assert leftovers(pipe) == []
+            return
+        assert works()
+    else:
+        pipe.enable_omni_offload(**MODES[mode])
+        run(pipe, call)
+        wrap()
+        try:
+            assert works()
+        except RuntimeError as error:
+            assert component in str(error) and "replaced" in str(error)
+            setattr(pipe, component, getattr(pipe, component)._orig_mod)
+            assert works()
+    pipe.disable_omni_offload()
+    assert leftovers(pipe) == []
+
+
+@pytest.mark.parametrize("mode", ["module", "mixed"])
+@pytest.mark.usefixtures("compiler")
+def test_diffusers_11584_one_full_graph(device: torch.device, sim: ModuleType, mode: str) -> None:
+    """Offload works between graphs, so one graph of all of a component is refused; without it, all is well again."""
+    pipe, call = full_toy()
+    handle = pipe.enable_omni_offload(**MODES[mode])
+    pipe.text_encoder.compile(backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"disable"):
+        run(pipe, call)
+    assert handle.device_bytes == handle.backend.streamer.slots.nbytes and not handle.backend.scope.is_open
+    pipe.text_encoder._compiled_call_impl = None
+    assert_equal(run(pipe, call), toy_output(device))
+    pipe.disable_omni_offload()
+    assert leftovers(pipe) == []
