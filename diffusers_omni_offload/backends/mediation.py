@@ -9,6 +9,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from diffusers_omni_offload import hooks
+
 
 class Mediation:
     """Stands between a managed component and `.to()`, `.cuda()`, `.half()` ...: casts pass, moves don't.
@@ -97,8 +99,16 @@ def _running_on(cls: type, device: torch.device) -> type:
         def __hash__(self) -> int:
             return hash(cls)
 
-    copied = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return Same(cls.__name__, (cls,), {"device": property(lambda self: device), "_omni_stock_class": cls, **copied})
+    own = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    own |= {"device": property(lambda self: device), "_omni_stock_class": cls, "__reduce_ex__": _refuse_pickling}
+    return Same(cls.__name__, (cls,), own)
+
+
+def _refuse_pickling(module: nn.Module, protocol: Any) -> NoReturn:
+    # Pickle would stumble over the class before it came to a hook that says this.
+    hook = hooks.owned_hook(module, hooks.COMPONENT_HOOK)
+    hook.__reduce_ex__(protocol)
+    raise AssertionError("a hook of ours refuses to be pickled")
 
 
 def _stock(cls: object) -> object:
