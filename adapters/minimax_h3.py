@@ -21,7 +21,6 @@ class MiniMaxH3ModularOffload:
         encoder_block_attrs={"text_encoder": ("model.visual.blocks", "model.language_model.layers")},
         resident_dit_paths=("transformer", "transformer_ref"),
         offload_submodules={"token_refiner": "refiner_blocks"},
-        entry_points={"text_encoder": ("model.forward",)},
     )
 
 

@@ -24,8 +24,6 @@ class NextStepOffload:
                 "prepare_inputs_embeds",
                 "forward_model",
                 "gen_pos_embed_with_ar",
-                "image_in_projector.forward",
-                "image_out_projector.forward",
                 "image_head.sample",
             )
         },

@@ -1,4 +1,4 @@
-"""What a model says of itself: which components it has and which of their blocks can be streamed. Data and protocols
+"""What a model says of itself: which components it has, and what of them can be offloaded. Data and protocols
 only."""
 
 from __future__ import annotations
@@ -71,9 +71,10 @@ class SupportsComponentDiscovery(Protocol):
     _encoder_modules: ClassVar[list[str]]
     """Text, image and other encoders: run before the denoising loop."""
     _vae_modules: ClassVar[list[str]]
-    """Autoencoders and vocoders: stay on the device."""
+    """Autoencoders and vocoders: stay on the device, unless they are chosen."""
     _resident_modules: ClassVar[list[str]] = []
-    """Modules that are used beside the DiT in each step and stay on the device (ControlNets, connectors)."""
+    """Modules that are used beside the DiT in each step and stay on the device, unless they are chosen
+    (ControlNets, connectors)."""
 
 
 def _pass_on_init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -97,7 +98,7 @@ class SupportsModelCpuOffload(Protocol):
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """What can be streamed in a pipeline, as declared by its author. All paths are dotted; nothing is looked up here.
+    """What can be offloaded in a pipeline, as declared by its author. All paths are dotted; nothing is looked up here.
 
     A block container may give alternatives, "encoder.layers|vision_model.encoder.layers": the first that is there is
     used, for models whose attributes are named differently from one release of a library to the next.

@@ -1,1 +1,1 @@
-"""What a pipeline consists of and what of it can be streamed. Pure: reads modules, moves nothing, hooks nothing."""
+"""What a pipeline consists of and what of it can be offloaded. Pure: reads modules, moves nothing, hooks nothing."""
