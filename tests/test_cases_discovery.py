@@ -208,7 +208,10 @@ class PlainTensorBlock(ToyBlock):
 def test_vllm_omni_4247_plain_tensor_attributes_are_named(
     device: torch.device, registered: bool, mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A weight that was kept as a plain attribute can't be seen by any offloader: say so, and what to do."""
+    """A weight that was kept as a plain attribute can't be seen by any offloader: say so, and what to do.
+
+    For a swapped component it is no more than a remark: it would have to move such a tensor itself without offload, too.
+    """
 
     def build() -> tuple[Any, Callable[[], dict[str, Any]]]:
         pipe, call = full_toy()
@@ -218,11 +221,13 @@ def test_vllm_omni_4247_plain_tensor_attributes_are_named(
 
     reference = resident_output(build, device)
     pipe, call = build()
-    with caplog.at_level(logging.WARNING, logger="diffusers_omni_offload"):
+    with caplog.at_level(logging.INFO, logger="diffusers_omni_offload"):
         pipe.enable_omni_offload(**MODES[mode])
     for path, kind in (("transformer.blocks.1", "dit"), ("text_encoder.layers.1", "text_encoder")):
-        is_offloaded = chosen(mode, kind) != "resident"
-        assert (f"{path}.plain_scale" in caplog.text) == (is_offloaded and not registered)
+        choice = chosen(mode, kind)
+        levels = [record.levelname for record in caplog.records if f"{path}.plain_scale" in record.getMessage()]
+        expected = {"layer": ["WARNING"], "module": ["INFO"], "resident": []}[choice]
+        assert levels == ([] if registered else expected)
     assert ("buffers" in caplog.text) is not registered
     for _ in range(2):
         assert_equal(run(pipe, call), reference)

@@ -60,7 +60,8 @@ def test_outputs_are_equal_in_every_mode(class_name: str, device: torch.device, 
         calls = CALLS if mode in ("layer", "module") else 1
         assert_equal_outputs(outputs(pipe, call, calls), expected[:calls], what)
         assert handle.bytes_moved > 0 and sim.hazards() == [], what
-        assert_happened(handle, mode)
+        if mode in ("layer", "module") or not lacks(pipe, arguments["components"]):
+            assert_happened(handle, mode)
         ran[mode].add(class_name)
     assert pipe.omni_offload is not None
     pipe.disable_omni_offload()
