@@ -88,7 +88,7 @@ class OffloadHandle:
         Weights that are edited inside count after `refresh()` only. A pipeline's own call opens the scope by itself.
 
         Raises:
-            RuntimeError: offload was disabled, a streamed component was replaced, or another offload took over.
+            RuntimeError: offload was disabled, an offloaded component was replaced, or another offload took over.
         """
         self._require_enabled()
         with self.backend.opened(self._follow_pipeline):
@@ -167,7 +167,7 @@ class OffloadHandle:
             raise RuntimeError("This offload was disabled; enable_omni_offload(pipe) gives a new handle.")
 
     def _follow_pipeline(self) -> None:
-        """Take in components that came or were replaced since; a streamed one can't be."""
+        """Take in components that came or were replaced since; an offloaded one can't be."""
         pipeline = self._pipeline()
         current = dict(iterate_modules(pipeline))
         for path in {**self._modules, **current}:

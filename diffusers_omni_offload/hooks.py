@@ -91,7 +91,7 @@ class EntryHook(_OwnedHook):
     Args:
         path: the part's path.
         device: the execution device.
-        run: brings the whole component to the device for the forward.
+        run: runs the forward with what the component needs on the device.
         is_inside: whether the component is running, so that the call comes from within.
     """
 

@@ -53,7 +53,7 @@ def enable_omni_offload(
             of them in module mode. The rest lives on the device. Or a choice for each, by one of these names, "vae" or
             the component's path: `{"dit": "layer", "text_encoder": "module", "vae": "resident"}`.
         layer_options: by component, `{"dit": {"resident_layers": 8}}` keeps 8 blocks of each DiT on the device.
-        pin_memory: True page-locks the streamed weights as far as host memory allows, an int is a budget in bytes.
+        pin_memory: True page-locks the offloaded weights as far as host memory allows, an int is a budget in bytes.
         device: where to run; None takes the current accelerator. "cpu" has to be asked for.
         slots: device buffers of the size of the largest block, 2 or more to overlap copies with compute.
         resident_policy: "spread" keeps resident blocks evenly through the stack, "leading" the first ones.
@@ -62,7 +62,7 @@ def enable_omni_offload(
         The handle, which is `pipe.omni_offload` too.
 
     Raises:
-        ValueError, TypeError: an argument or a declaration is wrong, or a weight can't be streamed.
+        ValueError, TypeError: an argument or a declaration is wrong, or a weight can't be offloaded.
         RuntimeError: too little device memory, or another offload owns the weights.
         NotImplementedError: a mode or option that isn't there yet. In each case the pipeline is untouched.
     """

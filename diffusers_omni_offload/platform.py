@@ -74,7 +74,8 @@ class Platform:
         torch.accelerator.synchronize(self.device)
 
     def return_freed_memory(self) -> None:
-        """Give memory that torch's allocator keeps in reserve back to the device, as far as the platform can."""
+        """Give memory that torch's allocator keeps in reserve back to the device, as far as the platform can; this may
+        wait for the device's work."""
         empty_cache = getattr(self.module, "empty_cache", None)
         if empty_cache is not None:
             empty_cache()

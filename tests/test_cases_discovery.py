@@ -210,7 +210,7 @@ def test_vllm_omni_4247_plain_tensor_attributes_are_named(
 ) -> None:
     """A weight that was kept as a plain attribute can't be seen by any offloader: say so, and what to do.
 
-    For a swapped component it is no more than a remark: it would have to move such a tensor itself without offload, too.
+    For a swapped component it is a remark: without offload, too, it would have to move such a tensor itself.
     """
 
     def build() -> tuple[Any, Callable[[], dict[str, Any]]]:

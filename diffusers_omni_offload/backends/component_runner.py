@@ -13,6 +13,9 @@ from diffusers_omni_offload.streaming.stage_runner import StageRunner
 from diffusers_omni_offload.streaming.stages import Stage, Stages
 from diffusers_omni_offload.streaming.streamer import Streamer
 
+#: After so many entries of a DiT outside of any call, the user is told what that costs.
+_STRAY_ENTRIES = 3
+
 
 class ComponentRunner:
     """Runs components in their pipeline's call scope.
@@ -29,12 +32,13 @@ class ComponentRunner:
     def __init__(self, streamer: Streamer, scope: CallScope, stages: Stages) -> None:
         self._streamer, self._scope, self._stages = streamer, scope, stages
         self.shared: SharedLeaves | None = None
-        self._stage_runner = StageRunner(streamer, scope, stages)
+        self._stage_runner = StageRunner(streamer, stages)
         self._groups: dict[str, str] = {}
         self._still: set[str] = set()
         # Path -> the call that it runs in, so that what an interrupt leaves here means nothing to the next one.
         self._running: dict[str, object] = {}
         self._said_memory_spared = False
+        self._stray_entries = 0
 
     def add(self, path: str, group: str, *, is_still: bool) -> None:
         """Know a component: its group, and whether nothing of it ever moves."""
@@ -48,18 +52,19 @@ class ComponentRunner:
 
     def run(self, path: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """`function(*args, **kwargs)`, an entry point of the component at `path`."""
-        if self.shared is None and path in self._still:
-            # It moves nothing of its own, so it needs no scope, and a worker thread may run it beside a call.
-            return self._run_beside(path, function, args, kwargs) if self._scope.is_open else function(*args, **kwargs)
         stage = self._stages.at(path)
-        if stage is not None and stage.group == "vae":
-            self.spare_memory(stage)
-        if stage is None:
-            with self._scope.opened(), self.shared or nullcontext():
+        if self.is_inside(path):
+            return function(*args, **kwargs)
+        if not self._scope.is_open:
+            if self.shared is None and path in self._still:
+                # It moves nothing of its own, so it needs no scope, and a worker thread may run it beside a call.
+                return function(*args, **kwargs)
+            self._count_stray(path, stage)
+        with self._scope.opened(), self.shared or nullcontext():
+            if stage is None:
                 return self._run_beside(path, function, args, kwargs)
-        if self.shared is None:
-            return self._stage_runner.run(stage, function, args, kwargs)
-        with self._scope.opened(), self.shared:
+            if stage.group == "vae":
+                self.spare_memory(stage)
             return self._stage_runner.run(stage, function, args, kwargs)
 
     def is_inside(self, path: str) -> bool:
@@ -96,13 +101,21 @@ class ComponentRunner:
                 "Gave %s of weights back before the VAE, since device memory is short.", format_bytes(given_back)
             )
 
+    def _count_stray(self, path: str, stage: Stage | None) -> None:
+        if stage is not None and stage.group == "dit":
+            self._stray_entries += 1
+            if self._stray_entries == _STRAY_ENTRIES:
+                logger.info(
+                    "%s runs outside of a pipeline call, so it is copied to the device each time. "
+                    "`with pipe.omni_offload.call():` around the loop keeps it there.",
+                    path,
+                )
+
     def _held_bytes(self) -> int:
         return self._streamer.slots.nbytes + self._stages.nbytes
 
     def _run_beside(self, path: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a component that isn't swapped itself; once for the outermost of its entry points it makes room."""
-        if self._running.get(path) is self._scope.call:
-            return function(*args, **kwargs)
+        """Run a component that isn't swapped itself; it makes room for itself."""
         self._make_room(path)
         try:
             self._running[path] = self._scope.call

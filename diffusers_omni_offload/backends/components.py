@@ -59,7 +59,7 @@ class ManagedComponents:
             module: its root module.
             undo: where the undoing goes.
             before: called when an entry point other than `forward` announces itself, as `vae.decode` does.
-            entries: the ways into a component that isn't on the device all the time.
+            entries: the ways into the component besides its forward, if it has to know of them.
             moves_itself: whether the component has a lifecycle of its own.
         """
         mediation = Mediation(module, path, self._device, moves_itself=moves_itself)

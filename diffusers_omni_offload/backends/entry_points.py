@@ -35,7 +35,7 @@ KNOWN_METHODS = (
 
 
 class EntryPoints:
-    """Stands in every way into a component that is swapped as a whole, so that it is there when it is used.
+    """Stands in every way into a component, so that what it needs is on the device and what has to leave has left.
 
     Methods are replaced on the instance. Parts get a hook each: everything that can be reached without going through an
     element of a list, and those elements; what is inside of a block is called by nobody else.

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from diffusers_omni_offload.messages import logger
 from diffusers_omni_offload.nested import any_tensor, map_tensors
 from diffusers_omni_offload.streaming.guard import (
     gradient_message,
@@ -16,12 +15,8 @@ from diffusers_omni_offload.streaming.guard import (
     view_message,
     written_message,
 )
-from diffusers_omni_offload.streaming.scope import CallScope
 from diffusers_omni_offload.streaming.stages import PackedStage, Stage, Stages
 from diffusers_omni_offload.streaming.streamer import Streamer
-
-#: After so many entries of a DiT outside of any call, the user is told what that costs.
-_STRAY_ENTRIES = 3
 
 
 class StageRunner:
@@ -29,14 +24,12 @@ class StageRunner:
 
     Args:
         streamer: what binds the weights.
-        scope: opened around an entry that comes outside of any call.
         stages: all of the pipeline's.
     """
 
-    def __init__(self, streamer: Streamer, scope: CallScope, stages: Stages) -> None:
-        self._streamer, self._scope, self._stages = streamer, scope, stages
+    def __init__(self, streamer: Streamer, stages: Stages) -> None:
+        self._streamer, self._stages = streamer, stages
         self._inspected: set[tuple[Stage, int, str]] = set()
-        self._stray_entries = 0
 
     def inspect_again(self) -> None:
         """Look once more, the next time that each stage is entered by each way, at what it does to its weights."""
@@ -44,25 +37,20 @@ class StageRunner:
 
     @torch.compiler.disable
     def run(self, stage: Stage, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """`function(*args, **kwargs)`, an entry point of the stage, with its weights on the device.
+        """`function(*args, **kwargs)`, an entry point that comes from outside, with the weights on the device.
 
         Raises:
             RuntimeError: it needs gradients, is being captured into a graph, wrote to its weights or keeps a view of
                 them.
         """
-        if self._scope.is_open and stage.is_inside:
+        if isinstance(stage, PackedStage):
+            return self._run_packed(stage, function, args, kwargs)
+        self._stages.bring(stage)
+        stage.bind()
+        try:
             return function(*args, **kwargs)
-        if not self._scope.is_open:
-            self._count_stray(stage)
-        with self._scope.opened():
-            if isinstance(stage, PackedStage):
-                return self._run_packed(stage, function, args, kwargs)
-            self._stages.bring(stage)
-            stage.bind()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                stage.unbind()
+        finally:
+            stage.unbind()
 
     def _run_packed(
         self, stage: PackedStage, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -99,13 +87,3 @@ class StageRunner:
             raise RuntimeError(gradient_message(master.path, "its output"))
         self._inspected.add(entry)
         return output
-
-    def _count_stray(self, stage: Stage) -> None:
-        if stage.group == "dit":
-            self._stray_entries += 1
-            if self._stray_entries == _STRAY_ENTRIES:
-                logger.info(
-                    "%s runs outside of a pipeline call, so it is copied to the device each time. "
-                    "`with pipe.omni_offload.call():` around the loop keeps it there.",
-                    stage.path,
-                )

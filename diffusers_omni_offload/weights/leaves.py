@@ -148,7 +148,8 @@ class Layout:
             self.placements.append(Placement(packed, stop - start, tensor.dtype, tensor.shape, tuple(tensor.stride())))
 
     def copy_to(self, buffer: torch.Tensor, arrived: Callable[[int], None] | None = None) -> None:
-        """Copy every byte into `buffer`, a uint8 tensor of shape (nbytes,), and let the old storages go one by one.
+        """Copy every byte into `buffer`, a uint8 tensor of shape (nbytes,), and let the old storages go one by one, so
+        that it can be done once.
 
         Args:
             buffer: where to.

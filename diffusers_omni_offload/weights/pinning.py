@@ -62,7 +62,7 @@ class HostBuffer:
         nbytes: size.
         platform: where the copies go to.
         budget: what may be page-locked.
-        pin: whether to lock the pages now; `pin()` does it later.
+        pin: whether to lock the pages now; `pin()` does it later. Where torch's allocator locks them it is always now.
     """
 
     def __init__(self, nbytes: int, platform: Platform, budget: PinnedBudget, *, pin: bool = True) -> None:
