@@ -204,7 +204,7 @@ def test_a_modular_pipeline_has_the_same_declarations() -> None:
 
     stock, _ = build_wan(two_stage=False)
     pipe = WanModularPipeline()
-    with pytest.raises(ValueError, match="none of transformer is loaded"):
+    with pytest.raises(ValueError, match="none of transformer, transformer_2 is loaded"):
         resolve(pipe)
     pipe.update_components(transformer=stock.transformer, text_encoder=stock.text_encoder)
     plan = resolve(pipe, "dit", "text_encoder")

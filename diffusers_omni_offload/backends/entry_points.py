@@ -69,7 +69,9 @@ class EntryPoints:
         known = [name for name in KNOWN_METHODS if callable(getattr(type(self._module), name, None))]
         for name in dict.fromkeys((*known, *self._declared)):
             holder, _, method = name.rpartition(".")
-            owner = lookup(self._module, holder) if holder else self._module
+            if method == "forward":
+                continue  # Every part has a hook that is in its way already.
+            owner = lookup(self._module, holder)
             before = vars(owner).get(method)
             ours = self._wrapped(getattr(owner, method))
             self._methods.append((owner, method, before, ours))
