@@ -289,6 +289,21 @@ def test_inference_mode(device):
         assert_same(MATRIX.to(device)[1] + 1, MATRIX[1] + 1)
 
 
+def test_autocast_casts_and_remembers_a_weight_as_on_a_gpu(device):
+    linear = torch.nn.Linear(5, 3).to(device)
+    weight, bias, x = linear.weight.detach().bfloat16(), linear.bias.detach().bfloat16(), MATRIX.to(device)
+    expected = F.linear(MATRIX.bfloat16(), weight.cpu(), bias.cpu())
+    with torch.no_grad(), torch.autocast("sim", torch.bfloat16):
+        output = linear(x)
+        assert_same(output, expected)
+        assert_same(output.softmax(-1), expected.float().softmax(-1))
+        assert_same(torch.dot(output[0], x[0, :3]), torch.dot(expected[0].float(), MATRIX[0, :3]))
+        linear.weight.zero_()
+        assert_same(linear(x), expected)
+    with torch.no_grad(), torch.autocast("sim", torch.bfloat16):
+        assert_same(linear(x), bias.cpu().expand(4, 3))
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_functions(device, backend):
     torch._dynamo.reset()

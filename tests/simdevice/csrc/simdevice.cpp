@@ -14,6 +14,7 @@
 #include <torch/library.h>
 
 #include "attention.h"
+#include "autocast.h"
 #include "c_api.h"
 #include "convolution.h"
 #include "copies.h"
@@ -30,6 +31,10 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
 
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+  register_autocast(m);
 }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
