@@ -93,8 +93,12 @@ class ManagedComponents:
             RuntimeError: it names the component and the other owner.
         """
         for component in self._components.values():
+            other = None
             if not isinstance(vars(component.module).get("_hf_hook"), hooks.ExecutionDeviceHook):
                 other = hooks.foreign_offload([component.module]) or "something that removed our hook"
+            elif component.entries is not None:
+                other = hooks.foreign_offload(component.entries.parts)
+            if other is not None:
                 raise RuntimeError(foreign_message(component.path, other))
 
     def require_ours_throughout(self) -> None:

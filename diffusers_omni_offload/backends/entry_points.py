@@ -62,7 +62,8 @@ class EntryPoints:
         self._declared = declared
         self._run, self._is_inside = run, is_inside
         self._methods: list[tuple[nn.Module, str, Any, Any]] = []
-        self._parts: list[nn.Module] = []
+        #: What has a hook of ours.
+        self.parts: list[nn.Module] = []
 
     def install(self) -> None:
         """Stand in every way."""
@@ -79,14 +80,14 @@ class EntryPoints:
         for name, part in _parts(self._module):
             if hooks.owned_hook(part, hooks.ENTRY_HOOK) is not None:
                 continue  # Another component that is swapped holds it, too.
-            self._parts.append(part)
+            self.parts.append(part)
             hook = hooks.EntryHook(f"{self._path}.{name}", self._device, self._run, self._is_inside)
             hooks.install_innermost(part, hook, hooks.ENTRY_HOOK)
 
     def remove(self) -> None:
         """Leave every way as it was."""
         with ExitStack() as steps:
-            for part in self._parts:
+            for part in self.parts:
                 steps.callback(hooks.remove_owned, part, hooks.ENTRY_HOOK)
             for method in self._methods:
                 steps.callback(_put_back, *method)
