@@ -38,7 +38,7 @@ def test_diffusers_2907_enabling_twice_stacks_nothing(device: torch.device, mode
     pipe, call = full_toy()
     pinned = pipe.enable_omni_offload(**MODES[mode]).pinned_bytes
     before = _hooks(pipe)
-    assert all(len(names) == 1 for names in before.values())
+    assert before and all(name.startswith("omni_offload") for names in before.values() for name in names)
     pipe.enable_omni_offload(**MODES[mode])
     assert _hooks(pipe) == before and pipe.omni_offload.pinned_bytes == pinned
     assert_equal(run(pipe, call), reference)
