@@ -129,7 +129,7 @@ def test_diffusers_11584_a_wrapper_of_a_compiled_component(
         before = State.of(pipe)
         try:
             pipe.enable_omni_offload(**MODES[mode])
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, TypeError, ValueError) as error:
             assert component in str(error) and "compile" in str(error)
             before.assert_same(State.of(pipe))
             assert leftovers(pipe) == []
@@ -141,8 +141,8 @@ def test_diffusers_11584_a_wrapper_of_a_compiled_component(
         wrap()
         try:
             assert works()
-        except RuntimeError as error:
-            assert component in str(error) and "replaced" in str(error)
+        except (RuntimeError, TypeError) as error:
+            assert component in str(error) and ("replaced" in str(error) or "compile" in str(error))
             setattr(pipe, component, getattr(pipe, component)._orig_mod)
             assert works()
     pipe.disable_omni_offload()
