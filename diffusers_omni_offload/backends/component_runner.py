@@ -6,6 +6,8 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import torch
+
 from diffusers_omni_offload.messages import format_bytes, logger
 from diffusers_omni_offload.streaming.scope import CallScope
 from diffusers_omni_offload.streaming.shared import SharedLeaves
@@ -50,6 +52,7 @@ class ComponentRunner:
         """Look once more, at each stage's next entry, at what it does to its weights."""
         self._stage_runner.inspect_again()
 
+    @torch.compiler.disable
     def run(self, path: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """`function(*args, **kwargs)`, an entry point of the component at `path`."""
         stage = self._stages.at(path)
@@ -67,6 +70,7 @@ class ComponentRunner:
                 self.spare_memory(stage)
             return self._stage_runner.run(stage, function, args, kwargs)
 
+    @torch.compiler.disable
     def is_inside(self, path: str) -> bool:
         """Whether the component is running in this thread, with all that it needs on the device."""
         if not self._scope.is_open:
