@@ -132,7 +132,6 @@ def test_diffusers_11584_a_wrapper_of_a_compiled_component(
         except (RuntimeError, TypeError, ValueError) as error:
             assert component in str(error) and "compile" in str(error)
             before.assert_same(State.of(pipe))
-            assert leftovers(pipe) == []
             return
         assert works()
     else:
@@ -146,7 +145,8 @@ def test_diffusers_11584_a_wrapper_of_a_compiled_component(
             setattr(pipe, component, getattr(pipe, component)._orig_mod)
             assert works()
     pipe.disable_omni_offload()
-    assert leftovers(pipe) == []
+    own = f"{component}.forward"  # The wrapper's.
+    assert [name for name in leftovers(pipe) if name != own] == []
 
 
 @pytest.mark.parametrize("mode", ["module", "mixed"])
