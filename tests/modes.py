@@ -16,6 +16,11 @@ MODES: dict[str, dict[str, Any]] = {
 in_every_mode = pytest.mark.parametrize("mode", MODES)
 """For a test that takes the `mode` and calls `enable_omni_offload(**MODES[mode])`."""
 
+in_every_mode_layers_slow = pytest.mark.parametrize(
+    "mode", [pytest.param("layer", marks=pytest.mark.slow), "module", "mixed"]
+)
+"""The same for a test that takes long: layer mode, which other tests come near, is slow."""
+
 
 def chosen(mode: str, component: str) -> str:
     """What a mode chooses for "dit", "text_encoder" or "vae": "layer", "module" or "resident"."""

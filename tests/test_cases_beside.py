@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.comparing import State, assert_equal, leftovers, modules, resident_output
-from tests.modes import MODES, in_every_mode
+from tests.modes import MODES, in_every_mode, in_every_mode_layers_slow
 from tests.test_refusals import FOREIGN_CALLS, OTHERS
 from tests.tiny import build_sdxl, build_toy, build_wan, run
 
@@ -170,7 +170,7 @@ def _load_adapter(pipe: Any) -> None:
     pipe.set_ip_adapter_scale(0.8)
 
 
-@in_every_mode
+@in_every_mode_layers_slow
 def test_diffusers_6151_an_ip_adapter_that_is_loaded_later(device: torch.device, sim: ModuleType, mode: str) -> None:
     """It brings an image encoder and new weights inside the UNet's blocks, which the list of what is moved lacked."""
     image = np.random.default_rng(0).integers(0, 255, (32, 32, 3), dtype=np.uint8)

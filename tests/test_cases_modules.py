@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from diffusers_omni_offload import OffloadPlan
 from tests.comparing import State, assert_equal, leftovers, resident_output
-from tests.modes import MODES, chosen, in_every_mode
+from tests.modes import MODES, chosen, in_every_mode, in_every_mode_layers_slow
 from tests.tiny import ToyDiT, ToyPipeline, build_sd3, build_toy, build_wan, run
 from tests.tiny.toy import ToyBlock, ToyOutput, ToyTextEncoder, ToyVAE
 
@@ -135,7 +135,7 @@ def tiled_wan() -> tuple[Any, Callable[[], dict[str, Any]]]:
     return pipe, lambda: {**call(), "height": 32, "width": 32}
 
 
-@in_every_mode
+@in_every_mode_layers_slow
 @pytest.mark.parametrize("build", [tiled_sd3, pytest.param(tiled_wan, marks=pytest.mark.slow)])
 def test_diffusers_12096_a_vae_in_tiles_and_slices(
     device: torch.device, sim: ModuleType, mode: str, build: Build
