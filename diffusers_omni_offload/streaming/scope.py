@@ -119,18 +119,18 @@ class CallScope:
             yield
             return
         token, has_failed = object(), True
+        # Two of them, since an interrupt may cut the first short, at its first line even.
         try:
-            self._begin(token, prepare)
-            yield
-            has_failed = False
-        finally:
-            # Twice, since an interrupt may cut the first short.
             try:
-                if self._token is token:
-                    self._end(has_failed)
+                self._begin(token, prepare)
+                yield
+                has_failed = False
             finally:
                 if self._token is token:
-                    self._close()
+                    self._end(has_failed)
+        finally:
+            if self._token is token:
+                self._close()
 
     def _begin(self, token: object, prepare: Callable[[], None] | None) -> None:
         self._acquire()
