@@ -84,7 +84,7 @@ def check_counters(handle: Any, streamed: int, slots: int, what: str) -> None:
     if streamed > slots:
         # Two steps a call, and no way to keep all of the blocks from one to the next.
         assert handle.loads > 3 * streamed, what
-    largest = max(stack.nbytes[index] for stack in handle.plan.stacks for index in stack.streamed)
+    largest = max((stack.nbytes[i] for stack in handle.plan.stacks for i in stack.streamed), default=0)
     assert slots * largest <= handle.device_bytes <= slots * (largest + 256 * 8), what
 
 
