@@ -264,7 +264,7 @@ def test_scope_136_out_of_memory_inside_a_component(
     before, idle = State.of(pipe), torch.accelerator.memory_allocated()
     part = pipe.components[where.split(".")[0]].get_submodule(where.partition(".")[2])
     removable = part.register_forward_pre_hook(lambda *_: torch.empty(1 << 30, device=device))
-    sim.configure(capacity_bytes=1 << 24)
+    sim.configure(capacity_bytes=idle + (1 << 24))
     for _ in range(2):
         with pytest.raises(torch.OutOfMemoryError, match=r"^sim out of memory"):
             run(pipe, call)
