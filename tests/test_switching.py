@@ -179,7 +179,7 @@ def test_a_long_random_walk(seed: int, device: torch.device, sim: ModuleType) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["wan", "sdxl"])
-def test_a_long_random_walk_of_a_stock_pipeline(name: str, device: torch.device, sim: ModuleType) -> None:
+def test_a_random_walk_of_a_stock_pipeline(name: str, device: torch.device, sim: ModuleType) -> None:
     resident, call = tiny.BUILDERS[name]()
     expected = tiny.run(resident.to(device), call)
     del resident
@@ -189,16 +189,21 @@ def test_a_long_random_walk_of_a_stock_pipeline(name: str, device: torch.device,
     options = [one for one in options if name == "wan" or "layer_options" not in one]
     rng, swaps = random.Random(5), 0
     pinned = sim.stats()["pinned_current"]
-    for step in range(200):
-        chosen = rng.choice((*options, OFF))
-        handle = enable_omni_offload(pipe, **chosen) if chosen else disable_omni_offload(pipe)
-        pipe.to(device) if not chosen else None
+    for step in range(40):
+        chosen, was_on = rng.choice((*options, OFF)), pipe.omni_offload is not None
+        if chosen:
+            handle = enable_omni_offload(pipe, **chosen)
+        else:
+            disable_omni_offload(pipe)
+            # A call without offload leaves an empty registry of hooks of diffusers' own.
+            assert not was_on or leftovers(pipe) == []
+            assert sim.stats()["pinned_current"] == pinned
+            pipe.to(device)
         assert np.array_equal(tiny.run(pipe, call), expected), f"step {step}: {chosen}"
-        swaps += handle.swaps if handle else 0
-        if not chosen:
-            assert leftovers(pipe) == [] and sim.stats()["pinned_current"] == pinned
-            pipe.to("cpu") if rng.random() < 0.5 else None
-    assert swaps > 200
+        swaps += handle.swaps if chosen else 0
+        if not chosen and rng.random() < 0.5:
+            pipe.to("cpu")
+    assert swaps > 40
     assert_no_hazards(sim, name)
 
 
