@@ -127,6 +127,7 @@ def intruders(occupancy: Occupancy, role_of: dict[str, str]) -> list[str]:
 
     Before a DiT runs, selected encoders and other selected DiTs leave; before an encoder runs, selected DiTs leave.
     What runs beside a DiT, as a ControlNet does, makes encoders leave, and stays with the DiT. A swapped VAE is alone.
+    A component and a part of it that is one, too, run together.
     """
     banned = {
         "dit": {"dit", "encoder", "vae"},
@@ -140,10 +141,16 @@ def intruders(occupancy: Occupancy, role_of: dict[str, str]) -> list[str]:
         role = role_of[moment.path]
         if role == "vae" and moment.path not in stages:
             continue  # One that stays on the device asks nobody to leave.
-        wrong = {other for other in moment.loaded - {moment.path} if role_of[other] in banned[role]}
+        others = {other for other in moment.loaded if not are_nested(other, moment.path)}
+        wrong = {other for other in others if role_of[other] in banned[role]}
         if wrong:
             found.append(f"{', '.join(sorted(wrong))} while {moment.path} runs")
     return list(dict.fromkeys(found))
+
+
+def are_nested(path: str, other: str) -> bool:
+    """Whether one is the other, or lies inside of it."""
+    return f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}.")
 
 
 def _is_on_device(leaves: list[torch.Tensor]) -> bool:
