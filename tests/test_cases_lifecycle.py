@@ -263,8 +263,8 @@ def test_scope_136_out_of_memory_inside_a_component(
     gc.collect()  # What earlier tests have left would be counted as idle.
     before, idle = State.of(pipe), torch.accelerator.memory_allocated()
     part = pipe.components[where.split(".")[0]].get_submodule(where.partition(".")[2])
-    removable = part.register_forward_pre_hook(lambda *_: torch.empty(1 << 30, device=device))
-    sim.configure(capacity_bytes=idle + (1 << 24))
+    removable = part.register_forward_pre_hook(lambda *_: torch.empty(1 << 40, device=device))
+    sim.configure(capacity_bytes=4 * idle + (1 << 24))  # Most of it is free: a VAE that runs asks nobody for room.
     for _ in range(2):
         with pytest.raises(torch.OutOfMemoryError, match=r"^sim out of memory"):
             run(pipe, call)

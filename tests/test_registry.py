@@ -10,9 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from diffusers_omni_offload import registry
+from diffusers_omni_offload import OffloadPlan, registry
 from diffusers_omni_offload.registry import adapter_for, register_adapter, registered_pipelines
+from tests.undeclared import DiT, undeclared
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +53,18 @@ def test_names_and_not_identities_are_compared() -> None:
 
     composed = type("WanPipeline", (WanPipeline,), {})
     assert adapter_for(composed) is adapter_for(WanPipeline) is registered_pipelines()["WanPipeline"]
+
+
+def test_an_adapter_may_name_at_every_enabling_what_one_workflow_lacks(device: torch.device) -> None:
+    """An offloaded pipeline's class has the adapter's declarations, but they don't become the pipeline's own."""
+    mine = adapter("Mine")
+    mine._dit_modules, mine._encoder_modules = ["transformer", "transformer_of_another"], []  # type: ignore[attr-defined]
+    mine._offload_plan = OffloadPlan(block_attrs={"transformer": ("blocks",)})  # type: ignore[attr-defined]
+    register_adapter("Workflow")(mine)
+    pipe = undeclared("Workflow", transformer=DiT(blocks=3))
+    for options in ({"mode": "layer"}, {"components": ["dit"]}, {"mode": "module"}, {"components": {"dit": "layer"}}):
+        handle = pipe.enable_omni_offload(**options)
+        assert any("'transformer_of_another' (dit), which this Workflow" in note for note in handle.plan.notes)
 
 
 def test_third_parties_come_before_the_built_in() -> None:

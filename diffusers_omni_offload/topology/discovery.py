@@ -90,7 +90,8 @@ def discover(
     absent: list[str] = []
     for role, paths in declared.paths.items():
         for path in paths:
-            module = _declared_module(pipeline, path, role, declared.source, role in selected, findings)
+            is_own = _declares_itself(pipeline, declarations, _DECLARATIONS[role])
+            module = _declared_module(pipeline, path, role, declared.source, is_own, role in selected, findings)
             if module is None:
                 absent.append(path)
                 continue
@@ -227,13 +228,16 @@ def _has_own_tensors(module: nn.Module) -> bool:
 
 
 def _declaring(pipeline: Any, declarations: type | None) -> tuple[Any, str]:
-    for name in (_DECLARATIONS["dit"], OFFLOAD_PLAN_ATTRIBUTE):
-        # An offloaded pipeline's class is composed with its adapter, whose declarations aren't the pipeline's own.
-        if getattr(pipeline, name, None) not in (None, getattr(declarations, name, None)):
-            return pipeline, type(pipeline).__name__
+    if any(_declares_itself(pipeline, declarations, name) for name in (_DECLARATIONS["dit"], OFFLOAD_PLAN_ATTRIBUTE)):
+        return pipeline, type(pipeline).__name__
     if declarations is not None:
         return declarations, getattr(declarations, "__name__", type(declarations).__name__)
     return None, ""
+
+
+def _declares_itself(pipeline: Any, declarations: type | None, name: str) -> bool:
+    # An offloaded pipeline's class is composed with its adapter, whose declarations aren't the pipeline's own.
+    return getattr(pipeline, name, None) not in (None, getattr(declarations, name, None))
 
 
 def _read_plan(owner: Any, source: str) -> OffloadPlan:
@@ -257,10 +261,9 @@ def _scan(pipeline: Any, plan: OffloadPlan) -> dict[ComponentRole, tuple[str, ..
 
 
 def _declared_module(
-    pipeline: Any, path: str, role: ComponentRole, source: str, is_selected: bool, findings: Findings
+    pipeline: Any, path: str, role: ComponentRole, source: str, is_own: bool, is_selected: bool, findings: Findings
 ) -> nn.Module | None:
     # An adapter serves pipelines that differ in what they leave out, so only what is needed is worth a warning.
-    is_own = getattr(pipeline, _DECLARATIONS[role], None) is not None
     report = findings.problem if is_selected else (findings.warn if is_own else findings.note)
     try:
         module = lookup(pipeline, path)
