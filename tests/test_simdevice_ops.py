@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
+from tests.doubles import Wrapped
+
 torch.manual_seed(0)
 MATRIX = torch.randn(4, 5)
 IMAGE = torch.randn(1, 4, 8, 8)
@@ -245,6 +247,16 @@ def test_modules_move_copy_and_materialise(device):
     assert torch.nn.Linear(2, 2, device="meta").to_empty(device=device).weight.device.type == "sim"
     with torch.device(device):
         assert torch.nn.Linear(2, 2).weight.device.type == "sim"
+
+
+def test_wrapper_subclasses_move_as_they_do_to_other_devices(device):
+    """torch asks whether a parameter may stay the object that it is; no real device asks the subclass about that."""
+    layer = torch.nn.Linear(5, 4)
+    layer.weight = torch.nn.Parameter(Wrapped.of(MATRIX), requires_grad=False)
+    expected = layer(MATRIX)
+    layer.to(device)
+    assert type(layer.weight) is Wrapped and layer.weight.codes.device.type == "sim"
+    assert_same(layer(MATRIX.to(device)).detach(), expected.detach())
 
 
 @pytest.mark.parametrize("how", ["torch", "pickle"])

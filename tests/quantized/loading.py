@@ -1,0 +1,78 @@
+"""Quantize models in memory, through the quantizers that diffusers and transformers use while they load one."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import gguf
+import torch
+from bitsandbytes.nn import Linear8bitLt
+from diffusers.quantizers import DiffusersAutoQuantizer
+from diffusers.quantizers.gguf.utils import GGUFParameter
+from diffusers.utils import get_module_from_name
+from torch import nn
+
+from .calm import calm_bitsandbytes
+
+calm_bitsandbytes()
+
+CPU = torch.device("cpu")
+
+
+def quantize(model: Any, config: Any, state: dict[str, torch.Tensor] | None = None) -> Any:
+    """`model` as `from_pretrained(folder, quantization_config=config)` of a folder with its weights gives it.
+
+    Args:
+        model: a diffusers model; its linear layers are replaced.
+        config: a quantization config of diffusers.
+        state: the weights, if they aren't the model's own.
+    """
+    quantizer = DiffusersAutoQuantizer.from_config(config, pre_quantized=state is not None)
+    if config.quant_method != "bitsandbytes":  # It asks for a GPU, and works without one.
+        quantizer.validate_environment()
+    state = dict(model.state_dict()) if state is None else state
+    quantizer.preprocess_model(model=model, device_map=None, keep_in_fp32_modules=[], state_dict=state)
+    for name, value in state.items():
+        if quantizer.check_if_quantized_param(model, value, name, state, param_device="cpu"):
+            quantizer.create_quantized_param(model, value, name, CPU, state, [], dtype=value.dtype)
+        else:
+            module, own = get_module_from_name(model, name)
+            if own in module._parameters:
+                module._parameters[own] = nn.Parameter(value, requires_grad=False)
+            else:
+                module._buffers[own] = value
+    quantizer.postprocess_model(model)
+    model.hf_quantizer = quantizer
+    return model.eval().requires_grad_(False)
+
+
+def gguf_state(model: nn.Module, quant_type: str) -> dict[str, torch.Tensor]:
+    """The weights of `model` as a GGUF file holds them: those of wide linear layers in blocks of `quant_type`."""
+    kind = gguf.GGMLQuantizationType[quant_type]
+    state = dict(model.state_dict())
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear) and module.in_features % gguf.GGML_QUANT_SIZES[kind][0] == 0:
+            blocks = gguf.quants.quantize(module.weight.detach().float().numpy(), kind)
+            state[f"{path}.weight"] = GGUFParameter(torch.from_numpy(blocks.copy()), quant_type=kind)
+    return state
+
+
+def reload_encoder(encoder: Any, config: Any) -> Any:
+    """A text encoder of transformers, saved and loaded with a quantization config of transformers."""
+    with tempfile.TemporaryDirectory() as folder:
+        encoder.save_pretrained(folder)
+        loaded = type(encoder).from_pretrained(
+            folder, quantization_config=config, dtype=encoder.dtype, device_map="cpu", local_files_only=True
+        )
+    return loaded.eval().requires_grad_(False)
+
+
+def to_resident(pipe: Any, device: torch.device) -> Any:
+    """`pipe.to(device)`, and the statistics of 8-bit weights that have not run: bitsandbytes leaves those behind."""
+    pipe.to(device)
+    for component in pipe.components.values():
+        for module in component.modules() if isinstance(component, nn.Module) else ():
+            if isinstance(module, Linear8bitLt):
+                module.weight.CB, module.weight.SCB = module.weight.data, module.weight.SCB.to(device)
+    return pipe
