@@ -497,22 +497,6 @@ def test_a_pipeline_with_a_device_map_is_refused(device: torch.device) -> None:
     assert run(pipe, call).size
 
 
-class FakeQuantizer:
-    """Stands for a quantizer that transformers or diffusers put on a model."""
-
-
-def test_a_quantized_streamed_component_is_refused(device: torch.device) -> None:
-    pipe, call = full_toy()
-    pipe.transformer.hf_quantizer = FakeQuantizer()
-    before = State.of(pipe)
-    with pytest.raises(TypeError, match=r"transformer is quantized.*FakeQuantizer.*unquantized"):
-        pipe.enable_omni_offload("layer")
-    before.assert_same(State.of(pipe))
-    del pipe.transformer.hf_quantizer
-    pipe.enable_omni_offload("layer")
-    assert run(pipe, call).size
-
-
 class Wrapped(nn.Parameter):
     """A parameter of a type of its own."""
 

@@ -150,17 +150,19 @@ def platform(device: torch.device) -> Platform:
     return Platform(torch.device(device.type, 0))
 
 
-def test_slots_are_allocated_together_and_grow(platform: Platform) -> None:
+def test_slots_are_allocated_together_and_follow_the_largest_block(platform: Platform) -> None:
     pool = SlotPool(3, platform)
     assert pool.nbytes == 0 and pool.slots == []
     assert pool.require(1000)
     assert pool.nbytes == 3000 and {slot.buffer.device for slot in pool.slots} == {platform.device}
     first = list(pool.slots)
-    assert not pool.require(800), "smaller blocks fit"
+    assert not pool.require(1000), "nothing changed"
     assert pool.slots == first
     pool.slots[0].tag = 7
     assert pool.require(2000), "a larger block doesn't"
     assert pool.nbytes == 6000 and all(slot not in first and slot.tag is None for slot in pool.slots)
+    assert pool.require(800), "the largest block became smaller"
+    assert pool.nbytes == 2400
     pool.release()
     assert pool.nbytes == 0
 

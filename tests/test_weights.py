@@ -766,8 +766,7 @@ def test_a_snapshot_sees(change: Callable[[Any], None]) -> None:
     module = nn.Module()
     module.child = nn.Linear(2, 2)
     module.register_buffer("statistic", torch.zeros(1))
-    leaves = [leaf.tensor for leaf in find_leaves(module, "")]
-    snapshot = Snapshot(list(module.modules()), leaves)
+    snapshot = Snapshot(list(module.modules()), find_leaves(module, ""))
     assert snapshot.is_current()
     change(module)
     assert not snapshot.is_current()
@@ -775,7 +774,7 @@ def test_a_snapshot_sees(change: Callable[[Any], None]) -> None:
 
 def test_a_snapshot_does_not_mind_edits_in_place() -> None:
     module = nn.Linear(2, 2)
-    snapshot = Snapshot([module], [*module.parameters()])
+    snapshot = Snapshot([module], find_leaves(module, ""))
     module.weight.data += 1
     with torch.no_grad():
         module.bias.zero_()

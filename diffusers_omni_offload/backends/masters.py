@@ -15,6 +15,7 @@ from torch import nn
 from diffusers_omni_offload.backends.sharing import shared_leaves
 from diffusers_omni_offload.platform import Platform, return_freed_host_memory
 from diffusers_omni_offload.topology.plan import ResolvedPlan
+from diffusers_omni_offload.weights.kinds import separate_tables
 from diffusers_omni_offload.weights.leaves import Leaf, distinct_leaves, move_back
 from diffusers_omni_offload.weights.master import Master
 from diffusers_omni_offload.weights.pinning import PinnedBudget
@@ -87,6 +88,8 @@ class Masters:
             undo: gets the way back of every step first.
         """
         self._elsewhere = elsewhere
+        for unit in units:
+            separate_tables(unit.module)
         shared = shared_leaves([unit.leaves() for unit in units], elsewhere())
         self._shared_ids.update(id(leaf.tensor) for leaf in shared)
         with _progress(len(units)) as advance:
@@ -114,6 +117,9 @@ class Masters:
         Raises:
             RuntimeError: weights were tied or untied.
         """
+        for unit, master in self._units.values():
+            if master in stale:
+                separate_tables(unit.module)
         shared = shared_leaves([unit.leaves() for unit, _ in self._units.values()], self._elsewhere())
         if {id(leaf.tensor) for leaf in shared} != self._shared_ids:
             raise RuntimeError(

@@ -18,6 +18,7 @@ from diffusers_omni_offload.messages import format_bytes
 from diffusers_omni_offload.platform import Platform
 from diffusers_omni_offload.streaming.stages import largest_together
 from diffusers_omni_offload.topology.plan import ResolvedPlan
+from diffusers_omni_offload.weights.kinds import form_of, is_wrapper
 from diffusers_omni_offload.weights.leaves import Layout, Leaf, distinct_leaves, find_leaves, require_plain
 
 
@@ -150,7 +151,8 @@ def require_ready(plan: ResolvedPlan, device: torch.device) -> None:
 
     Raises:
         RuntimeError: another offload is on, or the pipeline is spread over devices.
-        TypeError: a component is quantized, or wrapped by torch.compile, or a weight is a tensor subclass.
+        TypeError: a component is wrapped by torch.compile, or a weight is of a kind that isn't known, or that another
+            device keeps in another form.
         ValueError: a weight is on the meta device, or a declared entry point isn't there.
     """
     for component in plan.components:
@@ -161,25 +163,20 @@ def require_ready(plan: ResolvedPlan, device: torch.device) -> None:
                 f"{component.path}'s weights are moved by {owner} already. Turn that off first: "
                 "pipe.remove_all_hooks() for accelerate's offload; for group offload, load the pipeline anew."
             )
-        if getattr(component.module, "hf_device_map", None):
+        if getattr(component.module, "hf_device_map", None) and not _is_quantized_on_one_device(component.module):
             raise RuntimeError(
                 f"{component.path} was loaded with a device_map, which places it for good. "
                 "Call pipe.reset_device_map() first, or load the pipeline without device_map."
             )
-    for path in (*(stack.component for stack in plan.stacks if stack.streamed), *plan.swapped):
-        quantizer = _quantizer(plan.component(path).module)
-        if quantizer is not None:
-            raise TypeError(
-                f"{path} is quantized ({quantizer}), and quantized weights can't be offloaded yet. "
-                "Load it unquantized, or leave it out of `components`."
-            )
     for component in plan.components:
         require_methods(component.module, component.path, plan.entry_points.get(component.path, ()))
     offloaded = {id(leaf.tensor) for path in plan.on_demand for leaf in find_leaves(plan.module(path), path)}
+    known: set[type] = set()
     for unit in units_of(plan):
         for leaf in unit.leaves():
             require_plain(leaf)
             offloaded.add(id(leaf.tensor))
+        require_same_form(unit, device, known)
     for component in plan.components:
         require_placeable(find_leaves(component.module, component.path, offloaded), device)
 
@@ -197,9 +194,33 @@ def require_unwrapped(path: str, module: nn.Module) -> None:
         )
 
 
-def _quantizer(module: nn.Module) -> str | None:
-    quantizer = getattr(module, "hf_quantizer", None)
-    if quantizer is not None:
-        return type(quantizer).__name__
-    method = getattr(module, "quantization_method", None)
-    return None if method is None else str(method)
+def require_same_form(unit: Unit, device: torch.device, known: set[type]) -> None:
+    """Refuse quantized weights that their library keeps in another form on the device, where it has other kernels.
+
+    Args:
+        unit: whose weights to look at.
+        device: the device.
+        known: types that were found to keep their form; gets those of this unit.
+
+    Raises:
+        TypeError: it names the weight and its type there.
+    """
+    for path, module in unit.module.named_modules(prefix=unit.path):
+        for name, weight in module._parameters.items():
+            if weight is None or type(weight) in known or not is_wrapper(weight):
+                continue
+            known.add(type(weight))
+            moved = weight.detach().to(device)
+            if form_of(moved) != form_of(weight.detach()):
+                raise TypeError(
+                    f"{path}.{name} is a {type(weight).__name__}, which {str(device)!r} keeps in another form "
+                    f"({type(moved).__name__}), so it can't be copied there byte by byte. Quantize the component on "
+                    "that device, before enabling, or leave it out of `components`."
+                )
+
+
+def _is_quantized_on_one_device(module: nn.Module) -> bool:
+    """Loaders of quantized weights give a device map to components that they put on a single device."""
+    devices: dict[str, object] = module.hf_device_map  # type: ignore[assignment]
+    is_quantized = getattr(module, "hf_quantizer", None) or getattr(module, "quantization_method", None)
+    return bool(is_quantized) and len(set(devices.values())) == 1

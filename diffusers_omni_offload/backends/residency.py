@@ -9,7 +9,15 @@ from contextlib import ExitStack
 import torch
 from torch import nn
 
-from diffusers_omni_offload.weights.leaves import PLAIN_TYPES, Leaf, distinct_leaves, move_back, move_tensors
+from diffusers_omni_offload.weights.kinds import separate_tables
+from diffusers_omni_offload.weights.leaves import (
+    Leaf,
+    distinct_leaves,
+    is_plain,
+    move_back,
+    move_tensors,
+    require_plain,
+)
 from diffusers_omni_offload.weights.snapshot import Snapshot
 
 
@@ -41,7 +49,7 @@ class Residency:
         self._snapshot = None
 
     def leaves(self) -> list[Leaf]:
-        """Every parameter and buffer outside of streamed blocks, each once; those of masters included."""
+        """Every leaf outside of streamed blocks, each once; those of masters included."""
         return distinct_leaves(self._modules())
 
     def is_current(self) -> bool:
@@ -56,23 +64,24 @@ class Residency:
             undo: gets the way back first.
 
         Raises:
-            TypeError: a tensor subclass would have to be moved.
+            TypeError: a weight of a kind that isn't known would have to be moved.
             ValueError: a tensor is on the meta device.
         """
+        for _, root in self._roots.values():
+            separate_tables(root)
         leaves = [leaf for leaf in self.leaves() if id(leaf.tensor) not in held]
         require_placeable(leaves, self.device)
-        tensors = [leaf.tensor for leaf in leaves]
-        # A wrapper subclass may have no storage of its own to look at; its identity is watched all the same.
-        plain = [tensor for tensor in tensors if type(tensor) in PLAIN_TYPES]
+        # One of an unknown kind may have no storage of its own to look at; its identity is watched all the same.
+        plain = [leaf for leaf in leaves if is_plain(leaf)]
+        tensors = [leaf.tensor for leaf in plain]
         if undo is not None:
-            undo.callback(move_back, [(tensor, tensor.device) for tensor in plain])
-        move_tensors(plain, self.device)
+            undo.callback(move_back, [(tensor, tensor.device) for tensor in tensors])
+        move_tensors(tensors, self.device)
         self._snapshot = Snapshot([module for _, module in self._modules()], plain)
 
     def move_to_host(self) -> None:
         """Move everything to the CPU."""
-        tensors = [leaf.tensor for leaf in self.leaves() if type(leaf.tensor) in PLAIN_TYPES]
-        move_tensors(tensors, torch.device("cpu"))
+        move_tensors([leaf.tensor for leaf in self.leaves() if is_plain(leaf)], torch.device("cpu"))
         self._snapshot = None
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
@@ -100,17 +109,9 @@ def require_placeable(leaves: list[Leaf], device: torch.device) -> None:
     """Refuse state that would have to be moved and can't be.
 
     Raises:
-        TypeError: a tensor subclass that isn't on `device`.
+        TypeError: a weight of a kind that isn't known, and that isn't on `device`.
         ValueError: a tensor on the meta device.
     """
     for leaf in leaves:
-        tensor = leaf.tensor
-        if tensor.is_meta:
-            raise ValueError(
-                f"{leaf.path} is on the meta device and has no weights: load the component's weights before enabling."
-            )
-        if tensor.device != device and type(tensor) not in PLAIN_TYPES:
-            raise TypeError(
-                f"{leaf.path} is a {type(tensor).__name__} on {str(tensor.device)!r}, which can't be moved safely. "
-                f"Move its component to {str(device)!r} before enabling, or load it unquantized."
-            )
+        if leaf.tensor.is_meta or (leaf.tensor.device != device and not is_plain(leaf)):
+            require_plain(leaf)

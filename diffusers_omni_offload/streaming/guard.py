@@ -3,13 +3,76 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
 from typing import Any
 
 import torch
 
 from diffusers_omni_offload.nested import any_tensor
 from diffusers_omni_offload.platform import Platform
+from diffusers_omni_offload.streaming.slots import Slot
 from diffusers_omni_offload.weights.master import Master
+
+
+class Watch:
+    """Looks at what one forward does with the weights that are bound for it.
+
+    Args:
+        master: the weights.
+        slot: where they are bound.
+        is_thorough: whether to look for replaced leaves and kept views, too, which costs more than most forwards are
+            worth: it is done when something is new.
+
+    Attributes:
+        casts: the leaves that the forward has cast for good, as bitsandbytes does with biases, and to what.
+    """
+
+    def __init__(self, master: Master, slot: Slot, is_thorough: bool) -> None:
+        self._master, self._slot, self._is_thorough = master, slot, is_thorough
+        self._versions = master.versions()
+        self.casts: list[tuple[torch.Tensor, torch.dtype]] = []
+
+    def look(self) -> None:
+        """The forward is over, and the weights are bound still.
+
+        Raises:
+            RuntimeError: it wrote to them.
+        """
+        written = self._master.written_leaf(self._versions)
+        if written is None and self._is_thorough:
+            written = self._master.replaced_leaf(self._slot.buffer)
+            self.casts = self._master.casts(self._slot.buffer)
+        if written is not None:
+            raise RuntimeError(written_message(written))
+
+    def refuse_kept_views(self) -> None:
+        """Raise RuntimeError if a module keeps a view of the slot as an attribute."""
+        kept = self._master.attribute_where(self._slot.holds) if self._is_thorough else None
+        if kept is not None:
+            raise RuntimeError(view_message(f"{kept} keeps"))
+
+    def refuse_gradients(self, output: Any) -> None:
+        """Raise RuntimeError if an output asks for a gradient."""
+        if torch.is_grad_enabled() and any_tensor(output, needs_gradient):
+            raise RuntimeError(gradient_message(self._master.path, "its output"))
+
+
+class _UncachedCasts(AbstractContextManager[None]):
+    def __enter__(self) -> None:
+        torch.set_autocast_cache_enabled(False)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        torch.set_autocast_cache_enabled(True)
+
+
+def uncached_casts(device_type: str) -> AbstractContextManager[None]:
+    """Keep autocast from caching casts of weights: it finds them by the tensor object, which holds other bytes the next
+    time, and keeps them beyond the weight's time on the device."""
+    is_cached = torch.is_autocast_enabled(device_type) and torch.is_autocast_cache_enabled()
+    return _UncachedCasts() if is_cached else nullcontext()
 
 
 def refuse_unservable(platform: Platform, master: Master, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

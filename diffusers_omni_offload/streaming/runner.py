@@ -8,13 +8,7 @@ from typing import Any
 import torch
 
 from diffusers_omni_offload.nested import any_tensor
-from diffusers_omni_offload.streaming.guard import (
-    gradient_message,
-    needs_gradient,
-    refuse_unservable,
-    view_message,
-    written_message,
-)
+from diffusers_omni_offload.streaming.guard import Watch, refuse_unservable, uncached_casts, view_message
 from diffusers_omni_offload.streaming.scope import CallScope
 from diffusers_omni_offload.streaming.shared import SharedLeaves
 from diffusers_omni_offload.streaming.streamer import Streamer
@@ -63,29 +57,18 @@ class BlockRunner:
         refuse_unservable(streamer.platform, master, args, kwargs)
         slot = streamer.enter(block)
         assert slot is not None
-        versions = master.versions()
-        caches_casts = torch.is_autocast_enabled(self._device_type) and torch.is_autocast_cache_enabled()
-        if caches_casts:
-            # Autocast caches a weight's cast by the tensor object, which holds another slot's bytes next time.
-            torch.set_autocast_cache_enabled(False)
+        watch = Watch(master, slot, is_thorough=block not in self._inspected)
         try:
-            output = forward(*args, **kwargs)
-            written = master.written_leaf(versions)
-            if written is None and block not in self._inspected:
-                written = master.replaced_leaf(slot.buffer)
+            with uncached_casts(self._device_type):
+                output = forward(*args, **kwargs)
+            watch.look()
         finally:
-            if caches_casts:
-                torch.set_autocast_cache_enabled(True)
             streamer.leave(block, slot)
-        if written is not None:
-            raise RuntimeError(written_message(written))
-        if torch.is_grad_enabled() and any_tensor(output, needs_gradient):
-            raise RuntimeError(gradient_message(master.path, "its output"))
+        watch.refuse_gradients(output)
         if any_tensor(output, slot.holds):
             raise RuntimeError(view_message(f"{master.path} returned"))
-        if block not in self._inspected:
-            kept = master.attribute_where(slot.holds)
-            if kept is not None:
-                raise RuntimeError(view_message(f"{kept} keeps"))
-            self._inspected.add(block)
+        watch.refuse_kept_views()
+        if watch.casts:
+            streamer.take_casts(block, watch.casts)
+        self._inspected.add(block)
         return output

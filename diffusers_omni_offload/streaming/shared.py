@@ -37,9 +37,9 @@ class SharedLeaves:
         return self._depth > 0
 
     def require_slot(self) -> None:
-        """Between forwards: allocate the buffer, or a larger one; what it held isn't believed."""
+        """Between forwards: allocate the buffer, or one of another size; what it held isn't believed."""
         self._depth = 0
-        if self._slot is None or self._slot.buffer.numel() < self.master.nbytes:
+        if self._slot is None or self._slot.buffer.numel() != self.master.nbytes:
             self.release()
             self._slot = Slot(self.master.nbytes, self._streamer.platform)
         self._slot.tag = None

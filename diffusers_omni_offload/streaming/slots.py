@@ -74,8 +74,8 @@ class SlotPool:
         return sum(slot.buffer.numel() for slot in self.slots)
 
     def require(self, slot_nbytes: int) -> bool:
-        """Have slots of at least `slot_nbytes` each. True if they are new, so that views of the old ones are void."""
-        if self.slots and self.slots[0].buffer.numel() >= slot_nbytes:
+        """Have slots of `slot_nbytes` each. True if they are new, so that views of the old ones are void."""
+        if self.slots and self.slots[0].buffer.numel() == slot_nbytes:
             return False
         self.slots = []
         self.slots = [Slot(slot_nbytes, self._platform) for _ in range(self.count)]

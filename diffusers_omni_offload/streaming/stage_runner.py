@@ -8,15 +8,10 @@ from typing import Any
 import torch
 
 from diffusers_omni_offload.nested import any_tensor, map_tensors
-from diffusers_omni_offload.streaming.guard import (
-    gradient_message,
-    needs_gradient,
-    refuse_unservable,
-    view_message,
-    written_message,
-)
+from diffusers_omni_offload.streaming.guard import Watch, refuse_unservable, uncached_casts
 from diffusers_omni_offload.streaming.stages import PackedStage, Stage, Stages
 from diffusers_omni_offload.streaming.streamer import Streamer
+from diffusers_omni_offload.weights.leaves import cast_tensors
 
 
 class StageRunner:
@@ -58,32 +53,20 @@ class StageRunner:
         master = stage.master
         refuse_unservable(self._streamer.platform, master, args, kwargs)
         self._stages.bring(stage)
-        device_type = self._streamer.platform.device.type
-        caches_casts = torch.is_autocast_enabled(device_type) and torch.is_autocast_cache_enabled()
-        if caches_casts:
-            # Autocast would keep the cast of every weight on the device, beyond the stage's time there.
-            torch.set_autocast_cache_enabled(False)
-        kept, entry = None, (stage, id(getattr(function, "__self__", None)), getattr(function, "__name__", ""))
+        entry = (stage, id(getattr(function, "__self__", None)), getattr(function, "__name__", ""))
         try:
             stage.bind()
-            versions = master.versions()
-            output = function(*args, **kwargs)
+            watch = Watch(master, stage.slot, is_thorough=entry not in self._inspected)
+            with uncached_casts(self._streamer.platform.device.type):
+                output = function(*args, **kwargs)
             if any_tensor(output, stage.slot.holds):
                 # A view of the weights would keep all of the component on the device for as long as it lives.
                 output = map_tensors(output, lambda tensor: tensor.clone() if stage.slot.holds(tensor) else tensor)
-            written = master.written_leaf(versions)
-            if entry not in self._inspected:
-                written = written or master.replaced_leaf(stage.slot.buffer)
-                kept = master.attribute_where(stage.slot.holds)
+            watch.look()
+            watch.refuse_kept_views()
         finally:
-            if caches_casts:
-                torch.set_autocast_cache_enabled(True)
             stage.unbind()
-        if written is not None:
-            raise RuntimeError(written_message(written))
-        if kept is not None:
-            raise RuntimeError(view_message(f"{kept} keeps"))
-        if torch.is_grad_enabled() and any_tensor(output, needs_gradient):
-            raise RuntimeError(gradient_message(master.path, "its output"))
+        watch.refuse_gradients(output)
+        cast_tensors(watch.casts)
         self._inspected.add(entry)
         return output

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
+
 from diffusers_omni_offload.platform import Platform
 from diffusers_omni_offload.streaming.order import Order
 from diffusers_omni_offload.streaming.slots import Slot, SlotPool
 from diffusers_omni_offload.streaming.stalls import StallMeter
 from diffusers_omni_offload.streaming.transport import HostToDevice, Transport
+from diffusers_omni_offload.weights.leaves import cast_tensors
 from diffusers_omni_offload.weights.master import Master
 
 #: The tag of a slot that holds no block but a master of another kind.
@@ -67,7 +70,7 @@ class Streamer:
         return max((master.nbytes for master in self.masters if master is not None), default=0)
 
     def require_slots(self) -> None:
-        """Allocate the slots, or larger ones if a block outgrew them."""
+        """Allocate the slots, or others if the largest block has another size now."""
         if self.slots.require(self.slot_nbytes):
             for master in self.masters:
                 if master is not None:
@@ -160,6 +163,19 @@ class Streamer:
                 master.unbind()
                 del self._bound[block]
         slot.users -= 1
+
+    def take_casts(self, block: int, casts: Iterable[tuple[torch.Tensor, torch.dtype]]) -> None:
+        """Between forwards: cast leaves of `block` for good, as its forward has done with those on the device."""
+        master = self.masters[block]
+        assert master is not None
+        self.wait_for_copies()
+        cast_tensors(casts)
+        master.pack(in_place=False)
+        for slot in self.slots.slots:
+            if slot.tag == block:
+                slot.tag = None
+        if master.nbytes > self.slots.slots[0].buffer.numel():
+            self.require_slots()
 
     def load_apart(self, master: Master, slot: Slot) -> None:
         """Copy a master that is no block into a slot of its own."""

@@ -25,6 +25,7 @@ from diffusers_omni_offload.topology.paths import MissingPathError, is_inside, l
 from diffusers_omni_offload.topology.plan import BlockStack, ComponentRole, ResolvedComponent, ResolvedPlan, StackKind
 from diffusers_omni_offload.topology.residents import resident_indices
 from diffusers_omni_offload.topology.sizes import module_nbytes
+from diffusers_omni_offload.weights.leaves import find_leaves
 
 LARGE_SUBMODULE_BYTES = 1 << 30
 """An undeclared submodule of a DiT above this defeats streaming if it stays on the device."""
@@ -278,7 +279,7 @@ class _Resolver:
     def _stack_submodules(self, dits: tuple[ResolvedComponent, ...], blocks: list[nn.Module]) -> None:
         """Declared submodules get a stack of their own; so do large undeclared ones under the distributed strategy."""
         taken = {id(block) for block in blocks}
-        streamed = {id(tensor) for block in blocks for tensor in [*block.parameters(), *block.buffers()]}
+        streamed = {id(leaf.tensor) for block in blocks for leaf in find_leaves(block, "")}
         unmatched = set(self.plan.offload_submodules)
         for dit in self.discovery.loaded("dit"):
             for name, container in self.plan.offload_submodules.items():
@@ -307,10 +308,10 @@ class _Resolver:
             if any(is_inside(on_demand, path) or is_inside(path, on_demand) for on_demand in self.on_demand):
                 continue
             elsewhere = {
-                id(tensor)
+                id(leaf.tensor)
                 for component in declared.values()
                 if is_inside(component.path, path)
-                for tensor in [*component.module.parameters(), *component.module.buffers()]
+                for leaf in find_leaves(component.module, "")
             }
             nbytes = module_nbytes(child, without=streamed | elsewhere)
             if nbytes <= LARGE_SUBMODULE_BYTES:

@@ -6,23 +6,35 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
+from diffusers_omni_offload.weights.kinds import PLAIN_TYPES, parts_of, why_refused
+
 #: Every packed leaf starts at a multiple of this many bytes: enough for any kernel's vector loads.
 ALIGNMENT = 256
 
-#: Tensor types whose bytes are all in their own storage.
-PLAIN_TYPES = (torch.Tensor, nn.Parameter, nn.Buffer)
+#: Inside of it a subclass of tensors is handled as the plain tensor that it is, and ten times as fast.
+as_plain_tensors = torch._C.DisableTorchFunctionSubclass
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """A parameter or buffer and the first path it was found under."""
+    """A plain tensor that holds bytes: a parameter, a buffer, or a part of a quantized one.
+
+    Attributes:
+        tensor: the tensor.
+        path: the first path that it was found under.
+        holder: the object that has a part as the attribute `attribute`; None for one in a module's own tables.
+        attribute: see there.
+    """
 
     tensor: torch.Tensor
     path: str
+    holder: Any = None
+    attribute: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -31,7 +43,7 @@ class Leaf:
 
 
 def find_leaves(module: nn.Module, path: str, exclude: AbstractSet[int] = frozenset()) -> list[Leaf]:
-    """The parameters and buffers below `module`, each object once, in registration order.
+    """The leaves below `module`, each object once, in registration order.
 
     Args:
         module: where to look.
@@ -42,36 +54,37 @@ def find_leaves(module: nn.Module, path: str, exclude: AbstractSet[int] = frozen
 
 
 def distinct_leaves(modules: Iterable[tuple[str, nn.Module]], exclude: AbstractSet[int] = frozenset()) -> list[Leaf]:
-    """The parameters and buffers that these modules, given with their paths, hold themselves; each object once."""
+    """The leaves that these modules, given with their paths, hold themselves; each object once."""
     seen = set(exclude)
     leaves = []
     for path, module in modules:
-        for table in (module._parameters, module._buffers):
-            for name, tensor in table.items():
-                if tensor is not None and id(tensor) not in seen:
-                    seen.add(id(tensor))
-                    leaves.append(Leaf(tensor, f"{path}.{name}" if path else name))
+        for tensor, name, holder, attribute in parts_of(module):
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                leaves.append(Leaf(tensor, f"{path}.{name}" if path else name, holder, attribute))
     return leaves
 
 
 def is_plain(leaf: Leaf) -> bool:
     """Whether all of the leaf's bytes are in its own storage."""
-    return type(leaf.tensor) in PLAIN_TYPES and leaf.tensor.layout is torch.strided
+    return why_refused(leaf.tensor) is None
 
 
 def require_plain(leaf: Leaf) -> None:
     """Refuse a tensor whose bytes aren't all in its own storage.
 
     Raises:
-        TypeError: the tensor is of a subclass, not strided, or a conjugated or negated view.
+        TypeError: the tensor is of a subclass that isn't known, not strided, or a conjugated or negated view.
         ValueError: the tensor is on the meta device.
     """
     tensor = leaf.tensor
-    if not is_plain(leaf):
+    why = why_refused(tensor)
+    if why is not None:
         kind = type(tensor).__name__ if type(tensor) not in PLAIN_TYPES else f"{tensor.layout} tensor"
         raise TypeError(
-            f"{leaf.path} is a {kind}, whose bytes can't be streamed yet; plain parameters and buffers can. "
-            "Load this component unquantized, or leave it out of `components`."
+            f"{leaf.path} is a {kind}, and can't be offloaded, since it {why}. Plain weights can, and those that "
+            "torchao, bitsandbytes, quanto, GGUF or layerwise casting have quantized: load this component as one of these, "
+            "or unquantized, or leave it out of `components`."
         )
     if tensor.is_conj() or tensor.is_neg():
         raise TypeError(
@@ -200,7 +213,7 @@ def _merge(
 
 def rebind(tensor: torch.Tensor, make: Callable[[], torch.Tensor]) -> None:
     """Give `tensor` the data of `make()`, made in the tensor's own mode: normal, or for inference only."""
-    with torch.inference_mode(tensor.is_inference()):
+    with torch.inference_mode(tensor.is_inference()), as_plain_tensors():
         tensor.data = make()
 
 
@@ -209,9 +222,14 @@ def move_tensors(tensors: Sequence[torch.Tensor], device: torch.device) -> None:
     """Move tensors to `device` in place: identity, strides and shared storage are kept.
 
     Args:
-        tensors: plain tensors; those that are there already stay as they are.
+        tensors: leaves; those that are there already stay as they are.
         device: where to.
     """
+    with as_plain_tensors():
+        _move_tensors(tensors, device)
+
+
+def _move_tensors(tensors: Sequence[torch.Tensor], device: torch.device) -> None:
     elsewhere = [tensor for tensor in tensors if tensor.device != device]
     groups: dict[int, list[torch.Tensor]] = {}
     for tensor in elsewhere:
@@ -232,6 +250,12 @@ def move_tensors(tensors: Sequence[torch.Tensor], device: torch.device) -> None:
         for tensor, placement in zip(group, layout.placements, strict=True):
             source = buffer[placement.offset : placement.offset + placement.nbytes]
             rebind(tensor, lambda source=source, placement=placement: placement.view(source))  # type: ignore[misc]
+
+
+def cast_tensors(casts: Iterable[tuple[torch.Tensor, torch.dtype]]) -> None:
+    """Cast each tensor in place to the dtype beside it."""
+    for tensor, dtype in casts:
+        rebind(tensor, lambda tensor=tensor, dtype=dtype: tensor.data.to(dtype))  # type: ignore[misc]
 
 
 def move_back(homes: Sequence[tuple[torch.Tensor, torch.device]]) -> None:

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from diffusers_omni_offload.platform import Platform, return_freed_host_memory
-from diffusers_omni_offload.weights.leaves import Layout, Leaf, Placement, require_plain
+from diffusers_omni_offload.weights.kinds import is_wrapper
+from diffusers_omni_offload.weights.leaves import Layout, Leaf, Placement, as_plain_tensors, require_plain
 from diffusers_omni_offload.weights.pinning import HostBuffer, PinnedBudget
 from diffusers_omni_offload.weights.snapshot import Snapshot
 
@@ -51,6 +52,7 @@ class Master:
         self.nbytes = 0
         self.tensors: list[torch.Tensor] = []
         self._bindings: dict[int, _Binding] = {}
+        self._wrappers: list[torch.Tensor] = []
         self._is_disjoint = False
         self._snapshot: Snapshot | None = None
 
@@ -82,9 +84,13 @@ class Master:
         leaves = self.find()
         for leaf in leaves:
             require_plain(leaf)
-        if not in_place or not self._take_in_place([leaf.tensor for leaf in leaves]):
-            self._take_anew(leaves)
-        self._snapshot = Snapshot([module for root in self._roots for module in root.modules()], self.tensors)
+        with as_plain_tensors():
+            if not in_place or not self._take_in_place([leaf.tensor for leaf in leaves]):
+                self._take_anew(leaves)
+        modules = [module for root in self._roots for module in root.modules()]
+        weights = [weight for module in modules for weight in module._parameters.values() if weight is not None]
+        self._wrappers = [weight for weight in weights if is_wrapper(weight)]
+        self._snapshot = Snapshot(modules, leaves)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's data begins in the host buffer."""
@@ -108,13 +114,16 @@ class Master:
 
     def bind(self, buffer: torch.Tensor) -> None:
         """Make the leaves views of `buffer`."""
-        for tensor, view in self.views_on(buffer):
-            tensor.data = view
+        binding = self.views_on(buffer)
+        with as_plain_tensors():
+            for tensor, view in binding:
+                tensor.data = view
 
     def unbind(self) -> None:
         """Make the leaves views of the host buffer."""
-        for tensor, view in self._host_binding:
-            tensor.data = view
+        with as_plain_tensors():
+            for tensor, view in self._host_binding:
+                tensor.data = view
 
     def versions(self) -> list[int]:
         """A number for each leaf that grows when it is written to in place."""
@@ -132,12 +141,18 @@ class Master:
     def replaced_leaf(self, buffer: torch.Tensor) -> str | None:
         """The path of the first leaf that isn't the view of `buffer` any more that `bind` made it, and differs from it.
 
-        Layerwise casting puts an equal tensor in a leaf's place; that is lost without loss.
+        Layerwise casting puts an equal tensor in a leaf's place; that is lost without loss. Nor is a cast a difference.
         """
-        for tensor, view in self.views_on(buffer):
-            if tensor.data_ptr() != view.data_ptr() and not _same_bytes(tensor.data, view):
-                return self._paths[id(tensor)]
+        with as_plain_tensors():
+            for tensor, view in self.views_on(buffer):
+                if tensor.data_ptr() != view.data_ptr() and not _same_bytes(tensor.data, view.to(tensor.dtype)):
+                    return self._paths[id(tensor)]
         return None
+
+    def casts(self, buffer: torch.Tensor) -> list[tuple[torch.Tensor, torch.dtype]]:
+        """The leaves that a forward has cast since `bind`, for good, and to what."""
+        with as_plain_tensors():
+            return [(tensor, tensor.dtype) for tensor, view in self.views_on(buffer) if tensor.dtype != view.dtype]
 
     def changed_leaf(self) -> str | None:
         """The path of the first leaf that came, or got other data, since the leaves were packed."""
@@ -158,8 +173,8 @@ class Master:
         return None
 
     def requires_grad(self) -> bool:
-        """Whether any leaf asks for a gradient."""
-        return any([tensor.requires_grad for tensor in self.tensors])
+        """Whether any weight asks for a gradient."""
+        return any([tensor.requires_grad for tensor in (*self.tensors, *self._wrappers)])
 
     def release(self) -> None:
         """Unlock the host buffer; the leaves stay views of it, ordinary CPU tensors."""
@@ -169,7 +184,7 @@ class Master:
 
     def _take_in_place(self, tensors: list[torch.Tensor]) -> bool:
         """Copy what was replaced into the bytes that are there, if it fits there; aliases of the rest stay true."""
-        if not self._is_disjoint or list(map(id, tensors)) != list(map(id, self.tensors)):
+        if self._buffer is None or list(map(id, tensors)) != list(map(id, self.tensors)):
             return False
         for tensor, p in zip(tensors, self._placements, strict=True):
             if (tensor.dtype, tensor.shape, tensor.stride()) != (p.dtype, p.shape, p.stride):
@@ -179,8 +194,10 @@ class Master:
             for (tensor, view), p in zip(self._host_binding, self._placements, strict=True)
             if tensor.data_ptr() != view.data_ptr()
         ]
+        if not changed:
+            return True
         sources = Layout([tensor for tensor, _, _ in changed])
-        if not sources.is_disjoint or any(self.holds(tensor) for tensor, _, _ in changed):
+        if not self._is_disjoint or not sources.is_disjoint or any(self.holds(tensor) for tensor, _, _ in changed):
             return False  # Data that was swapped or tied: what is written first may be what is read next.
         for tensor, view, p in changed:
             Layout([tensor]).copy_to(self.host[p.offset : p.offset + p.nbytes])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any
 
 import torch
 from torch import nn
+
+from diffusers_omni_offload.weights.leaves import Leaf, as_plain_tensors
 
 _identical = operator.is_
 _pointer, _stride = torch.Tensor.data_ptr, torch.Tensor.stride
@@ -21,10 +23,10 @@ class Snapshot:
 
     Args:
         modules: the modules whose own tables are watched; not what is below them.
-        tensors: the tensors whose bytes were taken.
+        leaves: those whose bytes were taken.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], leaves: Sequence[Leaf]) -> None:
         self._tables: list[dict[str, Any]] = [
             table for module in modules for table in (module._modules, module._parameters, module._buffers)
         ]
@@ -32,7 +34,11 @@ class Snapshot:
         # Most tables are empty; one that gets an entry shows in the lengths.
         self._filled = [table for table in self._tables if table]
         self._values = list(chain.from_iterable(map(dict.values, self._filled)))
-        self._tensors = list(tensors)
+        self._tensors = [leaf.tensor for leaf in leaves]
+        # Parts of quantized weights, which no table shows.
+        parts = [leaf for leaf in leaves if leaf.holder is not None]
+        self._holders, self._attributes = [part.holder for part in parts], [part.attribute for part in parts]
+        self._parts = [part.tensor for part in parts]
         self._state = self._read()
 
     def is_current(self) -> bool:
@@ -40,15 +46,17 @@ class Snapshot:
         return (
             list(map(len, self._tables)) == self._lengths
             and all(map(_identical, chain.from_iterable(map(dict.values, self._filled)), self._values))
+            and all(map(_identical, map(getattr, self._holders, self._attributes, repeat(None)), self._parts))
             and self._read() == self._state
         )
 
     def _read(self) -> tuple[list[Any], ...]:
         # Four plain lists: a tuple for each tensor would cost a third more.
         tensors = self._tensors
-        return (
-            list(map(_pointer, tensors)),
-            [tensor.dtype for tensor in tensors],
-            [tensor.shape for tensor in tensors],
-            list(map(_stride, tensors)),
-        )
+        with as_plain_tensors():
+            return (
+                list(map(_pointer, tensors)),
+                [tensor.dtype for tensor in tensors],
+                [tensor.shape for tensor in tensors],
+                list(map(_stride, tensors)),
+            )

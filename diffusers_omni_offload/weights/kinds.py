@@ -1,0 +1,139 @@
+"""Where each kind of weight keeps its bytes: plain weights in themselves, quantized ones in several tensors.
+
+The next kind is one entry of a table here, or none: a wrapper that says by `__tensor_flatten__` what it is made of needs
+no entry.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+#: Tensor types whose bytes are all in their own storage.
+PLAIN_TYPES = (torch.Tensor, nn.Parameter, nn.Buffer)
+
+_BITSANDBYTES_4BIT = (
+    "quant_state.absmax",
+    "quant_state.code",
+    "quant_state.offset",
+    "quant_state.state2.absmax",
+    "quant_state.state2.code",
+)
+
+#: Class of a weight that has bytes of its own -> the tensors that belong to it as attributes.
+_EXTRAS_OF_WEIGHTS: dict[str, tuple[str, ...]] = {
+    "Params4bit": _BITSANDBYTES_4BIT,
+    "Int8Params": ("CB", "SCB"),
+    "GGUFParameter": (),
+}
+
+#: Class of a module -> tensors that it keeps beside its parameters and buffers. bitsandbytes hands those of an 8-bit weight
+#: to the module in the first forward; as they are the same objects, they stay the same leaves.
+_EXTRAS_OF_MODULES: dict[str, tuple[str, ...]] = {
+    "Linear8bitLt": ("state.CB", "state.SCB"),
+}
+
+#: Types that can be taken apart, but mustn't be.
+_REFUSED_TYPES = {
+    DTensor: "belongs to several processes",
+    nn.UninitializedParameter: "has no shape yet: run the model once",
+    nn.UninitializedBuffer: "has no shape yet: run the model once",
+}
+
+
+class Part(NamedTuple):
+    """A plain tensor that holds bytes of a weight.
+
+    Attributes:
+        tensor: the tensor.
+        name: dotted, relative to the module.
+        holder: the object that has it as the attribute `attribute`; None where that is a table of the module.
+        attribute: see there.
+    """
+
+    tensor: torch.Tensor
+    name: str
+    holder: Any = None
+    attribute: str = ""
+
+
+def parts_of(module: nn.Module) -> Iterator[Part]:
+    """The plain tensors that hold the bytes of a module's own parameters and buffers; one may come twice."""
+    for table in (module._parameters, module._buffers):
+        for name, weight in table.items():
+            if weight is not None:
+                yield from _inner(weight, name)
+    for name, weight in module._parameters.items():
+        if weight is not None and type(weight) not in PLAIN_TYPES:
+            yield from _extras(weight, name, _EXTRAS_OF_WEIGHTS.get(type(weight).__name__, ()))
+    yield from _extras(module, "", _EXTRAS_OF_MODULES.get(type(module).__name__, ()))
+
+
+def is_wrapper(weight: torch.Tensor) -> bool:
+    """Whether a weight has no bytes but those of the tensors that it is made of."""
+    return hasattr(type(weight), "__tensor_flatten__") and type(weight) not in _REFUSED_TYPES
+
+
+def why_refused(tensor: torch.Tensor) -> str | None:
+    """Why the bytes of a `Part` can't be taken: what a sentence says after "it"; None if they can."""
+    cls = type(tensor)
+    if cls in PLAIN_TYPES:
+        return None if tensor.layout is torch.strided else f"({tensor.layout}) isn't strided"
+    if cls in _REFUSED_TYPES:
+        return _REFUSED_TYPES[cls]
+    if cls.__name__ in _EXTRAS_OF_WEIGHTS:
+        return _why_not_from_here(tensor)
+    return "is of a type that isn't known here"
+
+
+def separate_tables(module: nn.Module) -> None:
+    """Give each weight below `module` that bitsandbytes has quantized twice a table of codes of its own.
+
+    The library has one for all weights of a process, which no pipeline may move.
+    """
+    if "bitsandbytes" not in sys.modules:
+        return
+    shared = {id(table) for table in sys.modules["bitsandbytes.functional"].name2qmap.values()}
+    for child in module.modules():
+        for weight in child._parameters.values():
+            state = getattr(getattr(weight, "quant_state", None), "state2", None)
+            if state is not None and id(state.code) in shared:
+                state.code = state.code.clone()
+
+
+def form_of(weight: torch.Tensor) -> list[object]:
+    """Of what tensors a wrapper is made, whatever their values and device."""
+    if not is_wrapper(weight):
+        return [type(weight), weight.dtype, weight.shape, weight.stride()]
+    names = weight.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+    return [type(weight), *((name, form_of(getattr(weight, name))) for name in names)]
+
+
+def _inner(weight: torch.Tensor, name: str, holder: Any = None, attribute: str = "") -> Iterator[Part]:
+    if not is_wrapper(weight):
+        yield Part(weight, name, holder, attribute)
+        return
+    for inner in weight.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+        yield from _inner(getattr(weight, inner), f"{name}.{inner}", weight, inner)
+
+
+def _extras(owner: Any, name: str, attributes: tuple[str, ...]) -> Iterator[Part]:
+    for path in attributes:
+        *parents, attribute = path.split(".")
+        holder = owner
+        for parent in parents:
+            holder = getattr(holder, parent, None)
+        tensor = getattr(holder, attribute, None)
+        if isinstance(tensor, torch.Tensor):
+            yield Part(tensor, f"{name}.{path}" if name else path, holder, attribute)
+
+
+def _why_not_from_here(tensor: torch.Tensor) -> str | None:
+    if getattr(getattr(tensor, "quant_state", None), "packing_format_for_cpu", False):
+        return "was packed for the CPU by a run there, which lost what other devices need: load it anew, then enable"
+    return None
