@@ -39,12 +39,13 @@ def quantize(model: Any, config: Any, state: dict[str, torch.Tensor] | None = No
         else:
             module, own = get_module_from_name(model, name)
             if own in module._parameters:
-                module._parameters[own] = nn.Parameter(value, requires_grad=False)
+                wanted = module._parameters[own].requires_grad
+                module._parameters[own] = nn.Parameter(value.detach(), requires_grad=wanted)
             else:
                 module._buffers[own] = value
     quantizer.postprocess_model(model)
     model.hf_quantizer = quantizer
-    return model.eval().requires_grad_(False)
+    return model.eval()
 
 
 def gguf_state(model: nn.Module, quant_type: str) -> dict[str, torch.Tensor]:
@@ -65,14 +66,15 @@ def reload_encoder(encoder: Any, config: Any) -> Any:
         loaded = type(encoder).from_pretrained(
             folder, quantization_config=config, dtype=encoder.dtype, device_map="cpu", local_files_only=True
         )
-    return loaded.eval().requires_grad_(False)
+    return loaded.eval()
 
 
 def to_resident(pipe: Any, device: torch.device) -> Any:
-    """`pipe.to(device)`, and the statistics of 8-bit weights that have not run: bitsandbytes leaves those behind."""
+    """`pipe.to(device)`; what 8-bit layers keep beside their weights follows, which bitsandbytes leaves behind."""
     pipe.to(device)
     for component in pipe.components.values():
         for module in component.modules() if isinstance(component, nn.Module) else ():
             if isinstance(module, Linear8bitLt):
-                module.weight.CB, module.weight.SCB = module.weight.data, module.weight.SCB.to(device)
+                holder = module.state if module.weight.CB is None else module.weight
+                holder.CB, holder.SCB = module.weight.data, holder.SCB.to(device)
     return pipe

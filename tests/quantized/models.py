@@ -110,7 +110,7 @@ def transformer(family: str, width: int = 256, num_layers: int = 3, seed: int = 
     """A DiT that isn't quantized; weights are a function of the arguments."""
     model = FAMILIES[family][1](width, num_layers)
     model.load_state_dict(_weights(family, width, num_layers, seed))
-    return model.to(dtype).eval().requires_grad_(False)
+    return model.to(dtype).eval()
 
 
 def build(kind: str, family: str = "sd3", width: int = 256, num_layers: int = 3) -> tuple[Any, Call]:
