@@ -111,6 +111,16 @@ def fuse_and_disable(subject: Subject) -> None:
     subject.pipe.disable_lora()
 
 
+@operation("`set_adapters` while fused", fuse)
+def set_adapters_while_fused(subject: Subject) -> None:
+    subject.pipe.set_adapters("style", 0.4)
+
+
+@operation("`delete_adapters` while fused", load_second, fuse)
+def delete_while_fused(subject: Subject) -> None:
+    subject.pipe.delete_adapters("style")
+
+
 @operation("`fuse_lora` and `unfuse_lora`, text encoders too", load_text, families=("SD3",))
 def fuse_and_unfuse_text(subject: Subject) -> None:
     subject.fuse(lora_scale=0.7)
@@ -194,6 +204,9 @@ also_in_bfloat16(
     "`fuse_lora(safe_fusing=True)`",
     "`unfuse_lora`",
     "`fuse_lora`, then `unload_lora_weights`",
+    "`fuse_lora`, then `disable_lora`",
+    "`set_adapters` while fused",
+    "`delete_adapters` while fused",
     "`fuse_lora` of the DiT itself",
     "`unfuse_lora` of the DiT itself",
 )
