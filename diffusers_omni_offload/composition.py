@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
 
+from diffusers_omni_offload.backends.mediation import MERGING_METHODS
 from diffusers_omni_offload.handle import OffloadHandle, require_handle
 from diffusers_omni_offload.messages import logger
 from diffusers_omni_offload.registry import adapter_for
@@ -97,10 +98,20 @@ def composed_class(cls: type) -> type:
         with handle.call():
             return cls.__call__(self, *args, **kwargs)
 
+    methods = {name: _merging(getattr(cls, name)) for name in MERGING_METHODS if hasattr(cls, name)}
     names = list(inspect.signature(cls.__call__).parameters)[1:]
     positions = {names.index(name) for name in _CALLBACKS if name in names}
     copied = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(cls.__name__, bases, {"__call__": __call__, **copied})
+    return type(cls.__name__, bases, {"__call__": __call__, **methods, **copied})
+
+
+def _merging(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def merging(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with require_handle(self).merging():
+            return method(self, *args, **kwargs)
+
+    return merging
 
 
 def stock_class(cls: type) -> type:

@@ -94,6 +94,13 @@ class OffloadHandle:
         with self.backend.opened(self._follow_pipeline):
             yield
 
+    @contextmanager
+    def merging(self) -> Iterator[None]:
+        """Around the pipeline's own `fuse_lora` and `unfuse_lora`: LoRA layers merge into weights on the device."""
+        self._require_enabled()
+        with self.call(), self.backend.merging():
+            yield
+
     @property
     def backend(self) -> PlanBackend:
         """The strategy at work.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,10 +31,17 @@ class ManagedComponents:
         device: the execution device.
         owner: what `hooks.ComponentHook.owner` names, so that a sibling pipeline finds it.
         run: runs a component's forward, `run(path, forward, args, kwargs)`.
+        merging: a context in which LoRA layers may merge.
     """
 
-    def __init__(self, device: torch.device, owner: object, run: Callable[..., Any]) -> None:
-        self._device, self._owner, self._run = device, owner, run
+    def __init__(
+        self,
+        device: torch.device,
+        owner: object,
+        run: Callable[..., Any],
+        merging: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._device, self._owner, self._run, self._merging = device, owner, run, merging
         self._components: dict[int, _Component] = {}
 
     def __contains__(self, module: nn.Module) -> bool:
@@ -65,7 +72,7 @@ class ManagedComponents:
             rules: how it may be compiled.
             moves_itself: whether the component has a lifecycle of its own.
         """
-        mediation = Mediation(module, path, self._device, moves_itself=moves_itself)
+        mediation = Mediation(module, path, self._device, self._merging, moves_itself=moves_itself)
         component = _Component(path, module, mediation, entries)
         undo.callback(self._components.pop, id(module), None)
         undo.callback(_take_apart, component)

@@ -96,6 +96,10 @@ class DelegatedBackend(PlanBackend):
         """See `PlanBackend.edits`; for each of the models."""
         return _all_of([backend.edits() for backend in self._phases()])
 
+    def merging(self) -> AbstractContextManager[None]:
+        """See `PlanBackend.merging`; for each of the models."""
+        return _all_of([super().merging(), *(backend.merging() for backend in self._phases())])
+
     def counters(self) -> Counters:
         """The sums over the models that swap phases."""
         counted = [backend.counters() for backend in self._phases()]

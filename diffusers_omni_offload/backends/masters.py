@@ -74,6 +74,11 @@ class Masters:
         if self.shared is not None:
             yield self.shared
 
+    def modules(self) -> Iterator[nn.Module]:
+        """All modules of what is offloaded; one in two units comes twice."""
+        for unit, _ in self._units.values():
+            yield from (module for module in unit.module.modules() if module not in unit.apart)
+
     def of(self, module: nn.Module) -> Master | None:
         """The master of a block or a component; None if it isn't offloaded."""
         found = self._units.get(module)

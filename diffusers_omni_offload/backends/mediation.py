@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from diffusers_omni_offload import hooks
+
+#: Methods of models and pipelines that merge LoRA layers into weights, and take them out again.
+MERGING_METHODS = ("fuse_lora", "unfuse_lora")
 
 
 class Mediation:
@@ -22,15 +26,27 @@ class Mediation:
         module: the component.
         path: its path, for messages.
         device: the execution device.
+        merging: a context in which the component's LoRA layers may merge into its weights.
         moves_itself: whether the component has a lifecycle of its own, whose moves pass.
     """
 
-    def __init__(self, module: nn.Module, path: str, device: torch.device, *, moves_itself: bool = False) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        path: str,
+        device: torch.device,
+        merging: Callable[[], AbstractContextManager[None]],
+        *,
+        moves_itself: bool = False,
+    ) -> None:
         self._module, self._path, self._device = module, path, device
         self._original_apply = module._apply
         self._ours: dict[str, Any] = {"enable_group_offload": self._refuse_group_offload}
         if not moves_itself:
             self._ours["_apply"] = self._apply
+        for name in MERGING_METHODS:
+            if hasattr(type(module), name):
+                self._ours[name] = _within(merging, getattr(module, name))
         self._before: dict[str, Any] = {}
 
     def install(self) -> None:
@@ -84,6 +100,15 @@ class Mediation:
             f"{self._path} is offloaded by omni offload, and group offload would move the same weights. "
             "Call disable_omni_offload() on the pipeline first."
         )
+
+
+def _within(merging: Callable[[], AbstractContextManager[None]], method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def within(*args: Any, **kwargs: Any) -> Any:
+        with merging():
+            return method(*args, **kwargs)
+
+    return within
 
 
 @functools.cache

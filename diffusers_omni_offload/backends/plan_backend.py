@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from diffusers_omni_offload.backends.component_runner import ComponentRunner
 from diffusers_omni_offload.backends.components import ManagedComponents, foreign_message
 from diffusers_omni_offload.backends.entry_points import EntryPoints
 from diffusers_omni_offload.backends.masters import Masters, Unit, units_of
+from diffusers_omni_offload.backends.merging import Merging
 from diffusers_omni_offload.backends.preflight import compile_rules
 from diffusers_omni_offload.backends.remarks import first_call_summary, warn_of_pageable, warn_of_plain_tensors
 from diffusers_omni_offload.backends.residency import Residency, tell_of_move
@@ -65,7 +66,8 @@ class PlanBackend(OffloadBackend):
         self.masters = Masters(self.platform, self.budget)
         self.residency = Residency(self.device)
         self.runner = ComponentRunner(self.streamer, self.scope, self.stages)
-        self.components = ManagedComponents(self.device, self, self.runner.run)
+        self.lora = Merging(self.masters, self.device)
+        self.components = ManagedComponents(self.device, self, self.runner.run, self.merging)
         self.shared: SharedLeaves | None = None
         self._block_runner: BlockRunner | None = None
         self._blocks: list[tuple[nn.Module, str]] = []
@@ -307,6 +309,22 @@ class PlanBackend(OffloadBackend):
         """Between forwards of a call, the body may edit weights; see `CallScope.edits`."""
         return self.scope.edits()
 
+    def merging(self) -> AbstractContextManager[None]:
+        """In the body LoRA layers merge into offloaded weights, or unmerge, on the device; what they do counts at once.
+
+        Raises:
+            RuntimeError: a block or a swapped component is running.
+        """
+        return self._merging()
+
+    @contextmanager
+    def _merging(self) -> Iterator[None]:
+        with self.opened(), on_device(self.device):
+            self.refresh()
+            with self.lora.on_device():
+                yield
+            self.refresh()
+
     def opened(self, prepare: Callable[[], None] | None = None) -> AbstractContextManager[None]:
         """Be inside a call for the body; `prepare` runs first if this is the outermost one."""
         return self.scope.opened(prepare)
@@ -335,6 +353,9 @@ class PlanBackend(OffloadBackend):
             self.runner.inspect_again()
             if self._block_runner is not None:
                 self._block_runner.inspect_again()
+            self.lora.look()
+        with on_device(self.device):
+            has_changed |= self.lora.unmerge_disabled()
         if self.shared is not None:
             self.shared.require_slot()
         return has_changed

@@ -97,6 +97,20 @@ class Master:
         first = self.host.data_ptr()
         return first <= tensor.data_ptr() < first + self.nbytes
 
+    def take_home(self, tensor: torch.Tensor) -> bool:
+        """Copy a leaf's bytes, which were elsewhere for a while, to their place in the host buffer.
+
+        Returns:
+            Whether they fit there; if not, nothing is done.
+        """
+        view, p = self._places[id(tensor)]
+        with torch.inference_mode(False), as_plain_tensors():
+            if (tensor.dtype, tensor.shape, tensor.stride()) != (p.dtype, p.shape, p.stride):
+                return False
+            if tensor.data_ptr() != view.data_ptr():
+                self._write(tensor, view, p)
+        return True
+
     def views_on(self, buffer: torch.Tensor) -> _Binding:
         """The leaves paired with their views of `buffer`, a uint8 tensor of at least `nbytes`; made once a buffer."""
         binding = self._bindings.get(id(buffer))
@@ -200,9 +214,12 @@ class Master:
         if not self._is_disjoint or not sources.is_disjoint or any(self.holds(tensor) for tensor, _, _ in changed):
             return False  # Data that was swapped or tied: what is written first may be what is read next.
         for tensor, view, p in changed:
-            Layout([tensor]).copy_to(self.host[p.offset : p.offset + p.nbytes])
-            tensor.data = view
+            self._write(tensor, view, p)
         return True
+
+    def _write(self, tensor: torch.Tensor, view: torch.Tensor, p: Placement) -> None:
+        Layout([tensor]).copy_to(self.host[p.offset : p.offset + p.nbytes])
+        tensor.data = view
 
     def _take_anew(self, leaves: list[Leaf]) -> None:
         """Pack the leaves into a buffer of their own."""
@@ -234,6 +251,7 @@ class Master:
         buffer.pin()
         self.tensors, self._placements, self._host_binding = tensors, layout.placements, binding
         self._tracked = [tensor for tensor in tensors if not tensor.is_inference()]
+        self._places = {id(tensor): (view, p) for (tensor, view), p in zip(binding, layout.placements, strict=True)}
         self._paths = {id(leaf.tensor): leaf.path for leaf in leaves}
         self._bindings, self._is_disjoint = {}, layout.is_disjoint
         self.nbytes, self._buffer = layout.nbytes, buffer
