@@ -11,6 +11,7 @@ from diffusers.hooks.hooks import HookFunctionReference, HookRegistry, ModelHook
 from torch import nn
 
 from diffusers_omni_offload.nested import any_tensor, map_tensors
+from diffusers_omni_offload.regions import CompileRules, Region
 
 BLOCK_HOOK = "omni_offload_block"
 COMPONENT_HOOK = "omni_offload_component"
@@ -101,7 +102,8 @@ class EntryHook(_OwnedHook):
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         run, inner = self._run, cast(Callable[..., Any], self.fn_ref.original_forward)
-        if run is None or self._is_inside():
+        # What is being compiled here is the component around this part, which is running then.
+        if run is None or torch.compiler.is_compiling() or self._is_inside():
             return inner(*args, **kwargs)
         return run(inner, move_to_device(args, self._device), move_to_device(kwargs, self._device))
 
@@ -162,23 +164,30 @@ def move_to_device(value: Any, device: torch.device) -> Any:
     return map_tensors(value, lambda tensor: tensor if tensor.device == device else tensor.to(device))
 
 
-def install_innermost(module: nn.Module, hook: BlockHook | ComponentHook | EntryHook, name: str) -> None:
+def install_innermost(
+    module: nn.Module, hook: BlockHook | ComponentHook | EntryHook, name: str, rules: CompileRules
+) -> None:
     """Register `hook` so that it runs inside every other hook of `module`, registered before or after.
 
-    A cache's hook that answers without running the block then skips our hook with it, and the block's transfer.
+    A cache's hook that answers without running the block then skips our hook with it, and the block's transfer. What is
+    compiled of the module, before or after, by the `rules`, is inside of our hook.
     """
     registry = HookRegistry.check_if_exists_or_initialize(module)
     references: list[HookFunctionReference] = registry._fn_refs
     if not references:
         registry.register_hook(hook, name)
         hook.installed = module.forward
+        reference: Any = hook.fn_ref
+        reference.original_forward = Region(module, reference.original_forward, hook.path, rules)
     else:
         if name in registry.hooks:
             raise ValueError(f"A hook named {name!r} is registered on this {type(module).__name__} already.")
         inner = references[0]
         attribute = "original_forward" if inner.original_forward is not None else "forward"
         original = getattr(inner, attribute)
-        reference: Any = HookFunctionReference()
+        if not isinstance(original, Region):
+            original = Region(module, original, hook.path, rules)
+        reference = HookFunctionReference()
         reference.pre_forward, reference.post_forward = hook.pre_forward, hook.post_forward
         reference.original_forward = original
         reference.forward = functools.update_wrapper(functools.partial(hook.new_forward, module), original)
@@ -201,6 +210,10 @@ def remove_owned(module: nn.Module, name: str) -> None:
         return
     index = registry._hook_order.index(name)
     hook, reference = registry.hooks[name], registry._fn_refs[index]
+    region = reference.original_forward
+    if isinstance(region, Region) and sum(other in OWN_HOOKS for other in registry.hooks) == 1:
+        reference.original_forward = region.forward
+        region.give_back()
     if index + 1 < len(registry._fn_refs):
         outer = registry._fn_refs[index + 1]
         # Both: `HookRegistry.remove_hook` may have put ours at `forward` although `original_forward` was its place.

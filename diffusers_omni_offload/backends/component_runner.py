@@ -78,11 +78,13 @@ class ComponentRunner:
         stage = self._stages.at(path)
         return stage.is_inside if stage is not None else self._running.get(path) is self._scope.call
 
+    @torch.compiler.disable
     def announce(self, stage: Stage) -> None:
         """An entry point of a swapped component is about to run."""
         if self._scope.is_open:
             self._stages.announce(stage)
 
+    @torch.compiler.disable
     def spare_memory(self, vae: Stage | None = None) -> None:
         """Before a VAE: give back what is swapped in and the slots, if less than half of the device's memory is free;
         what runs next takes them again.

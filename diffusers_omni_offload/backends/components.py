@@ -13,6 +13,7 @@ from torch import nn
 from diffusers_omni_offload import hooks
 from diffusers_omni_offload.backends.entry_points import EntryPoints
 from diffusers_omni_offload.backends.mediation import Mediation
+from diffusers_omni_offload.regions import UNMOVED, CompileRules
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class ManagedComponents:
         undo: ExitStack,
         before: Callable[[], None] | None = None,
         entries: EntryPoints | None = None,
+        rules: CompileRules = UNMOVED,
         *,
         moves_itself: bool = False,
     ) -> None:
@@ -60,6 +62,7 @@ class ManagedComponents:
             undo: where the undoing goes.
             before: called when an entry point other than `forward` announces itself, as `vae.decode` does.
             entries: the ways into the component besides its forward, if it has to know of them.
+            rules: how it may be compiled.
             moves_itself: whether the component has a lifecycle of its own.
         """
         mediation = Mediation(module, path, self._device, moves_itself=moves_itself)
@@ -68,7 +71,7 @@ class ManagedComponents:
         undo.callback(_take_apart, component)
         hook = hooks.ComponentHook(path, self._device, self._run)
         hook.owner = self._owner
-        hooks.install_innermost(module, hook, hooks.COMPONENT_HOOK)
+        hooks.install_innermost(module, hook, hooks.COMPONENT_HOOK, rules)
         if entries is not None:
             entries.install()
         hooks.ExecutionDeviceHook.attach(module, path, self._device, before or _nothing)

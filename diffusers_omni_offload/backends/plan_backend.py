@@ -17,11 +17,13 @@ from diffusers_omni_offload.backends.component_runner import ComponentRunner
 from diffusers_omni_offload.backends.components import ManagedComponents, foreign_message
 from diffusers_omni_offload.backends.entry_points import EntryPoints
 from diffusers_omni_offload.backends.masters import Masters, Unit, units_of
+from diffusers_omni_offload.backends.preflight import compile_rules
 from diffusers_omni_offload.backends.remarks import first_call_summary, warn_of_pageable, warn_of_plain_tensors
 from diffusers_omni_offload.backends.residency import Residency, tell_of_move
 from diffusers_omni_offload.config import OffloadConfig
 from diffusers_omni_offload.messages import format_bytes, logger
 from diffusers_omni_offload.platform import on_device, platform_for, return_freed_host_memory
+from diffusers_omni_offload.regions import CompileRules
 from diffusers_omni_offload.registry import adapter_for
 from diffusers_omni_offload.streaming.runner import BlockRunner
 from diffusers_omni_offload.streaming.scope import CallScope
@@ -196,7 +198,8 @@ class PlanBackend(OffloadBackend):
                 undo.callback(hooks.remove_owned, block, hooks.BLOCK_HOOK)
                 # Its number in the streamer, which got the stacks in the same order.
                 hook = hooks.BlockHook(stack.path(index), len(self._blocks), self._block_runner.run)
-                hooks.install_innermost(block, hook, hooks.BLOCK_HOOK)
+                rules = CompileRules(captured=self.masters.of(block) is None)
+                hooks.install_innermost(block, hook, hooks.BLOCK_HOOK, rules)
                 self._blocks.append((block, hook.path))
 
     def _attach_components(self, plan: ResolvedPlan, components: list[ResolvedComponent], undo: ExitStack) -> None:
@@ -233,7 +236,8 @@ class PlanBackend(OffloadBackend):
                 run=partial(self.runner.run, path),
                 is_inside=partial(self.runner.is_inside, path),
             )
-        self.components.attach(path, module, undo, before, entries, moves_itself=moves_itself)
+        rules = compile_rules(plan, component)
+        self.components.attach(path, module, undo, before, entries, rules, moves_itself=moves_itself)
 
     def _needs_entries(self, plan: ResolvedPlan, module: nn.Module) -> bool:
         """Whether a component that isn't swapped has to know of every way into it: it makes room for itself, or holds

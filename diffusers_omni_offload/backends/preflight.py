@@ -16,8 +16,9 @@ from diffusers_omni_offload.backends.residency import require_placeable
 from diffusers_omni_offload.backends.sharing import shared_leaves
 from diffusers_omni_offload.messages import format_bytes
 from diffusers_omni_offload.platform import Platform
+from diffusers_omni_offload.regions import CompileRules, require_compilable
 from diffusers_omni_offload.streaming.stages import largest_together
-from diffusers_omni_offload.topology.plan import ResolvedPlan
+from diffusers_omni_offload.topology.plan import ResolvedComponent, ResolvedPlan
 from diffusers_omni_offload.weights.kinds import form_of, is_wrapper
 from diffusers_omni_offload.weights.leaves import Layout, Leaf, distinct_leaves, find_leaves, require_plain
 
@@ -168,6 +169,7 @@ def require_ready(plan: ResolvedPlan, device: torch.device) -> None:
                 f"{component.path} was loaded with a device_map, which places it for good. "
                 "Call pipe.reset_device_map() first, or load the pipeline without device_map."
             )
+    require_continuable(plan)
     for component in plan.components:
         require_methods(component.module, component.path, plan.entry_points.get(component.path, ()))
     offloaded = {id(leaf.tensor) for path in plan.on_demand for leaf in find_leaves(plan.module(path), path)}
@@ -192,6 +194,33 @@ def require_unwrapped(path: str, module: nn.Module) -> None:
             f"{path} is wrapped by torch.compile, and offload works on the component itself. Compile it in place: "
             f"pipe.{path} = pipe.{path}._orig_mod, then pipe.{path}.compile()."
         )
+
+
+def compile_rules(plan: ResolvedPlan, component: ResolvedComponent) -> CompileRules:
+    """How a component may be compiled: what is moved in between cuts it, and what moves has no fixed address."""
+    inside = set(component.module.modules())
+    streamed = [block for _, block in plan.streamed_blocks()]
+    moving = [plan.module(path) for path in (*plan.swapped, *plan.on_demand)]
+    return CompileRules(
+        blocks=tuple(block for stack in plan.stacks for block in stack.blocks if block in inside),
+        captured=inside.isdisjoint(streamed) and inside.isdisjoint(moving),
+    )
+
+
+def require_continuable(plan: ResolvedPlan) -> None:
+    """Refuse components and blocks that were compiled in a way that offload can't continue.
+
+    Raises:
+        TypeError: see `require_compilable`.
+    """
+    for component in plan.components:
+        require_compilable(component.module, component.path, compile_rules(plan, component))
+    for stack in plan.stacks:
+        for index, block in enumerate(stack.blocks):
+            require_compilable(block, stack.path(index), CompileRules(captured=index not in stack.streamed))
+    for path in plan.swapped:
+        for name, part in plan.module(path).named_modules(prefix=path):
+            require_compilable(part, name, CompileRules())
 
 
 def require_same_form(unit: Unit, device: torch.device, known: set[type]) -> None:

@@ -1,7 +1,7 @@
 """Where each kind of weight keeps its bytes: plain weights in themselves, quantized ones in several tensors.
 
-The next kind is one entry of a table here, or none: a wrapper that says by `__tensor_flatten__` what it is made of needs
-no entry.
+The next kind is one entry of a table here, or none: a wrapper that says by `__tensor_flatten__` what it is made of
+needs no entry.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _EXTRAS_OF_WEIGHTS: dict[str, tuple[str, ...]] = {
     "GGUFParameter": (),
 }
 
-#: Class of a module -> tensors that it keeps beside its parameters and buffers. bitsandbytes hands those of an 8-bit weight
-#: to the module in the first forward; as they are the same objects, they stay the same leaves.
+#: Class of a module -> tensors that it keeps beside its parameters and buffers. bitsandbytes hands those of an 8-bit
+#: weight to the module in the first forward; as they are the same objects, they stay the same leaves.
 _EXTRAS_OF_MODULES: dict[str, tuple[str, ...]] = {
     "Linear8bitLt": ("state.CB", "state.SCB"),
 }

@@ -83,8 +83,8 @@ def require_plain(leaf: Leaf) -> None:
         kind = type(tensor).__name__ if type(tensor) not in PLAIN_TYPES else f"{tensor.layout} tensor"
         raise TypeError(
             f"{leaf.path} is a {kind}, and can't be offloaded, since it {why}. Plain weights can, and those that "
-            "torchao, bitsandbytes, quanto, GGUF or layerwise casting have quantized: load this component as one of these, "
-            "or unquantized, or leave it out of `components`."
+            "torchao, bitsandbytes, quanto, GGUF or layerwise casting have quantized: load this component as one of "
+            "these, or unquantized, or leave it out of `components`."
         )
     if tensor.is_conj() or tensor.is_neg():
         raise TypeError(

@@ -4,7 +4,7 @@
 #include <ATen/SDPBackend.h>
 #include <ATen/native/DispatchStub.h>
 #include <ATen/native/transformers/attention.h>
-#include <ATen/ops/_fused_sdp_choice.h>
+#include <ATen/ops/_fused_sdp_choice_native.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
 
@@ -16,19 +16,12 @@ namespace simdevice {
 inline int64_t attention_choice(
     const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask, double dropout,
     bool causal, std::optional<double> scale, bool grouped_heads) {
-  Alias alias;
-  // The choice depends on whether gradients are wanted.
-  const auto like = [&](const Tensor& tensor) {
-    Tensor view = alias.cpu(tensor);
-    if (at::GradMode::is_enabled() && tensor.requires_grad()) view.set_requires_grad(true);
-    return view;
-  };
   for (const Tensor* tensor : {&query, &key, &value})
     if (tensor->device() != query.device()) return static_cast<int64_t>(at::SDPBackend::math);  // raises in its turn
-  std::optional<Tensor> cpu_mask;
-  if (mask && mask->defined()) cpu_mask = mask->device().type() == kSim ? like(*mask) : *mask;
-  const int64_t choice = at::_fused_sdp_choice(
-      like(query), like(key), like(value), cpu_mask, dropout, causal, scale, grouped_heads);
+  // The CPU's own choice. It looks at shapes, dtypes and whether gradients are wanted, so it does for tensors without
+  // data too, with which the compiler traces.
+  const int64_t choice =
+      at::native::_fused_sdp_choice_cpp(query, key, value, mask, dropout, causal, scale, grouped_heads);
   const bool flash = choice == static_cast<int64_t>(at::SDPBackend::flash_attention);
   return static_cast<int64_t>(flash ? at::SDPBackend::overrideable : at::SDPBackend::math);
 }
