@@ -21,6 +21,8 @@ from tests.quantized import (
     QuantizedState,
     build,
     build_text,
+    bytes_of,
+    inner_tensors,
     quantized_bytes,
     to_resident,
 )
@@ -31,8 +33,8 @@ LIBRARIES = tuple(ONE_A_LIBRARY.values())
 
 
 @functools.cache
-def of_kind(kind: str, family: str = "sd3") -> Build:
-    return functools.partial(build, kind, family)
+def of_kind(kind: str, family: str = "sd3", width: int = 256) -> Build:
+    return functools.partial(build, kind, family, width)
 
 
 @functools.cache
@@ -84,7 +86,7 @@ def test_a_quantized_dit(kind: str, mode: str, device: torch.device, sim: Module
 @pytest.mark.parametrize("family", ["wan", "flux2", "qwen_image"])
 def test_other_families(family: str, kind: str, device: torch.device, sim: ModuleType) -> None:
     names = ("transformer", "transformer_2") if family == "wan" else ("transformer",)
-    check(of_kind(kind, family), names, MODES["layer"], device, sim)
+    check(of_kind(kind, family, 128), names, MODES["layer"], device, sim)
 
 
 TEXT_MODES = {
@@ -107,6 +109,36 @@ TEXT_MODES = {
 def test_a_quantized_text_encoder(kind: str, mode: str, encoder: str, device: torch.device, sim: ModuleType) -> None:
     name = "text_encoder_3" if encoder == "t5" else "text_encoder"
     check(with_text(kind, encoder), (name,), TEXT_MODES[mode], device, sim)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    fast_ones(
+        [(kind, mode) for kind in KINDS for mode in ("layer", "module")],
+        ("torchao int8", "layer"),
+        ("bitsandbytes int8", "layer"),
+    ),
+)
+def test_state_dicts_at_rest(kind: str, mode: str, device: torch.device) -> None:
+    """Between calls they are what they were before."""
+    pipe, call = build(kind, "sd3", 128)
+    before = {path: described(value) for path, value in pipe.transformer.state_dict().items()}
+    pipe.enable_omni_offload(mode)
+    for _ in range(2):
+        found = {path: described(value) for path, value in pipe.transformer.state_dict().items()}
+        assert found.keys() == before.keys()
+        for path, (cls, parts) in found.items():
+            assert cls is before[path][0] and parts.keys() == before[path][1].keys(), path
+            for name, part in parts.items():
+                assert torch.equal(part, before[path][1][name]), (path, name)
+        outputs(pipe, call, 1)
+
+
+def described(value: torch.Tensor) -> tuple[type, dict[str, torch.Tensor]]:
+    """A weight's class, and the bytes of which it is made."""
+    inner = torch.nn.Module()
+    inner.register_buffer("value", value)
+    return type(value), {name: bytes_of(part).cpu().clone() for name, part in inner_tensors(inner).items()}
 
 
 # ---------------------------------------------------------------------- bytes
