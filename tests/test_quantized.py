@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tests.equality import Build, assert_equal_outputs, assert_no_hazards, outputs
 from tests.living import fast_ones, ours_left, with_arguments
@@ -20,16 +21,20 @@ from tests.quantized import (
     QuantizedState,
     build,
     build_text,
+    bytes_of,
+    inner_tensors,
     quantized_bytes,
     to_resident,
 )
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*[Qq]uanto:FutureWarning")
 
 LIBRARIES = tuple(ONE_A_LIBRARY.values())
 
 
 @functools.cache
-def of_kind(kind: str, family: str = "sd3") -> Build:
-    return functools.partial(build, kind, family)
+def of_kind(kind: str, family: str = "sd3", width: int = 256) -> Build:
+    return functools.partial(build, kind, family, width)
 
 
 @functools.cache
@@ -81,7 +86,7 @@ def test_a_quantized_dit(kind: str, mode: str, device: torch.device, sim: Module
 @pytest.mark.parametrize("family", ["wan", "flux2", "qwen_image"])
 def test_other_families(family: str, kind: str, device: torch.device, sim: ModuleType) -> None:
     names = ("transformer", "transformer_2") if family == "wan" else ("transformer",)
-    check(of_kind(kind, family), names, MODES["layer"], device, sim)
+    check(of_kind(kind, family, 128), names, MODES["layer"], device, sim)
 
 
 TEXT_MODES = {
@@ -104,6 +109,36 @@ TEXT_MODES = {
 def test_a_quantized_text_encoder(kind: str, mode: str, encoder: str, device: torch.device, sim: ModuleType) -> None:
     name = "text_encoder_3" if encoder == "t5" else "text_encoder"
     check(with_text(kind, encoder), (name,), TEXT_MODES[mode], device, sim)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    fast_ones(
+        [(kind, mode) for kind in KINDS for mode in ("layer", "module")],
+        ("torchao int8", "layer"),
+        ("bitsandbytes int8", "layer"),
+    ),
+)
+def test_state_dicts_at_rest(kind: str, mode: str, device: torch.device) -> None:
+    """Between calls they are what they were before."""
+    pipe, call = build(kind, "sd3", 128)
+    before = {path: described(value) for path, value in pipe.transformer.state_dict().items()}
+    pipe.enable_omni_offload(mode)
+    for _ in range(2):
+        found = {path: described(value) for path, value in pipe.transformer.state_dict().items()}
+        assert found.keys() == before.keys()
+        for path, (cls, parts) in found.items():
+            assert cls is before[path][0] and parts.keys() == before[path][1].keys(), path
+            for name, part in parts.items():
+                assert torch.equal(part, before[path][1][name]), (path, name)
+        outputs(pipe, call, 1)
+
+
+def described(value: torch.Tensor) -> tuple[type, dict[str, torch.Tensor]]:
+    """A weight's class, and the bytes of which it is made."""
+    inner = torch.nn.Module()
+    inner.register_buffer("value", value)
+    return type(value), {name: bytes_of(part).cpu().clone() for name, part in inner_tensors(inner).items()}
 
 
 # ---------------------------------------------------------------------- bytes
@@ -152,43 +187,34 @@ def linears(blocks: torch.nn.Module) -> list[torch.nn.Linear]:
     return [part for part in blocks.modules() if isinstance(part, torch.nn.Linear)]
 
 
-DEQUANTIZING = {
-    "torchao": (
-        "torchao.quantization.Int8Tensor.dequantize",
-        "torchao.quantization.quantize_.workflows.intx.intx_unpacked_to_int8_tensor.IntxUnpackedToInt8Tensor.dequantize",
-        "torchao.quantization.Float8Tensor.dequantize",
-        "torchao.dtypes.AffineQuantizedTensor.dequantize",
-    ),
-    "bitsandbytes": (
-        "bitsandbytes.functional.dequantize_4bit",
-        "bitsandbytes.functional.dequantize_blockwise",
-        "bitsandbytes.functional.int8_vectorwise_dequant",
-        "bitsandbytes.functional.int8_vectorwise_quant",
-    ),
-    "quanto": ("optimum.quanto.tensor.QBytesTensor.dequantize", "optimum.quanto.tensor.QBitsTensor.dequantize"),
-    "gguf": ("diffusers.quantizers.gguf.utils.dequantize_gguf_tensor",),
-}
+DEQUANTIZING = (
+    "bitsandbytes.functional.dequantize_4bit",
+    "bitsandbytes.functional.dequantize_blockwise",
+    "bitsandbytes.functional.int8_vectorwise_dequant",
+    "bitsandbytes.functional.int8_vectorwise_quant",
+    "diffusers.quantizers.gguf.utils.dequantize_gguf_tensor",
+)
+"""Functions of libraries whose weights aren't wrappers, which have a method for it."""
 
 
 @pytest.mark.parametrize("kind", fast_ones([kind for kind in KINDS if KINDS[kind].library != "diffusers"], *LIBRARIES))
 def test_offload_itself_dequantizes_nothing(
     kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, sim: ModuleType
 ) -> None:
+    reference = expected(of_kind(kind), device)
     pipe, call = build(kind)
-    outputs(pipe.enable_omni_offload("layer") and pipe, call, 1)
+    wrappers = {type(weight) for weight in pipe.transformer.parameters() if is_traceable_wrapper_subclass(weight)}
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("dequantized")
 
-    def switch(mode: str) -> None:
+    for mode in ("layer", "module", "layer"):
         with monkeypatch.context() as patched:
-            for name in DEQUANTIZING[KINDS[kind].library]:
+            for name in DEQUANTIZING:
                 patched.setattr(name, refuse)
+            for wrapper in wrappers:
+                patched.setattr(wrapper, "dequantize", refuse)
             pipe.disable_omni_offload()
-            pipe.enable_omni_offload(**MODES[mode])
-            pipe.omni_offload.refresh()
-
-    reference = expected(of_kind(kind), device)
-    for mode in ("module", "layer"):
-        switch(mode)
+            handle = pipe.enable_omni_offload(**MODES[mode])
+            handle.refresh()
         assert_equal_outputs(outputs(pipe, call, 1), reference[:1], mode)

@@ -32,8 +32,11 @@ def quantize(model: Any, config: Any, state: dict[str, torch.Tensor] | None = No
     if config.quant_method != "bitsandbytes":  # It asks for a GPU, and works without one.
         quantizer.validate_environment()
     state = dict(model.state_dict()) if state is None else state
-    quantizer.preprocess_model(model=model, device_map=None, keep_in_fp32_modules=[], state_dict=state)
+    kept = model._keep_in_fp32_modules or []
+    quantizer.preprocess_model(model=model, device_map=None, keep_in_fp32_modules=list(kept), state_dict=state)
     for name, value in state.items():
+        if is_kept(name, kept):
+            value = value.float()
         if quantizer.check_if_quantized_param(model, value, name, state, param_device="cpu"):
             quantizer.create_quantized_param(model, value, name, CPU, state, [], dtype=value.dtype)
         else:
@@ -48,12 +51,19 @@ def quantize(model: Any, config: Any, state: dict[str, torch.Tensor] | None = No
     return model.eval()
 
 
-def gguf_state(model: nn.Module, quant_type: str) -> dict[str, torch.Tensor]:
+def is_kept(name: str, kept: list[str]) -> bool:
+    """Whether a weight belongs to a module that diffusers leaves in float32."""
+    return any(part in kept for part in name.split("."))
+
+
+def gguf_state(model: Any, quant_type: str) -> dict[str, torch.Tensor]:
     """The weights of `model` as a GGUF file holds them: those of wide linear layers in blocks of `quant_type`."""
     kind = gguf.GGMLQuantizationType[quant_type]
+    kept = model._keep_in_fp32_modules or []
     state = dict(model.state_dict())
     for path, module in model.named_modules():
-        if isinstance(module, nn.Linear) and module.in_features % gguf.GGML_QUANT_SIZES[kind][0] == 0:
+        whole = isinstance(module, nn.Linear) and module.in_features % gguf.GGML_QUANT_SIZES[kind][0] == 0
+        if whole and not is_kept(path, kept):
             blocks = gguf.quants.quantize(module.weight.detach().float().numpy(), kind)
             state[f"{path}.weight"] = GGUFParameter(torch.from_numpy(blocks.copy()), quant_type=kind)
     return state
