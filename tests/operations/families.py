@@ -24,7 +24,7 @@ class Family:
         outside: linear layers outside of the blocks that can have them.
         scale_argument: the argument of a call that scales all LoRA layers.
         experts: the DiTs.
-        steps: denoising steps of a call.
+        arguments: more arguments of a call, which make it short: no guidance, few pixels.
         text_encoders: those whose LoRA layers the pipeline can load.
     """
 
@@ -35,7 +35,7 @@ class Family:
     outside: tuple[str, ...]
     scale_argument: str = "attention_kwargs"
     experts: tuple[str, ...] = ("transformer",)
-    steps: int = 1
+    arguments: tuple[tuple[str, Any], ...] = ()
     text_encoders: tuple[str, ...] = ()
 
     def dits(self, pipe: Any) -> list[nn.Module]:
@@ -47,30 +47,29 @@ class Family:
         return [attrgetter(self.stack)(dit) for dit in self.dits(pipe)]
 
 
-ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
-
 WAN = Family(
     "Wan",
     lambda: tiny.build_wan(num_layers=2),
     "blocks",
-    (*ATTENTION, "ffn.net.0.proj", "ffn.net.2"),
+    ("to_q", "to_out.0", "ffn.net.2"),
     ("proj_out", "condition_embedder.time_proj"),
     experts=("transformer", "transformer_2"),
-    steps=2,
+    arguments=(("guidance_scale", 1.0), ("guidance_scale_2", 1.0)),
 )
 FLUX2 = Family(
     "Flux2",
     lambda: tiny.build_flux2(2, 2),
     "transformer_blocks",
-    (*ATTENTION, "to_qkv_mlp_proj", "ff.linear_in"),
+    ("to_q", "to_out.0", "to_qkv_mlp_proj", "ff.linear_in"),
     ("proj_out", "context_embedder"),
 )
 SD3 = Family(
     "SD3",
     lambda: tiny.build_sd3(3, t5=False),
     "transformer_blocks",
-    (*ATTENTION, "add_q_proj", "ff.net.0.proj", "ff.net.2"),
+    ("to_q", "to_out.0", "add_q_proj", "ff.net.2"),
     ("proj_out", "context_embedder"),
+    arguments=(("guidance_scale", 1.0),),
     scale_argument="joint_attention_kwargs",
     text_encoders=("text_encoder", "text_encoder_2"),
 )
@@ -78,8 +77,9 @@ QWEN_IMAGE = Family(
     "QwenImage",
     lambda: tiny.build_qwen_image(3),
     "transformer_blocks",
-    (*ATTENTION, "add_q_proj", "img_mlp.net.2"),
+    ("to_q", "to_out.0", "add_q_proj", "img_mlp.net.2"),
     ("proj_out", "txt_in"),
+    arguments=(("true_cfg_scale", 1.0), ("height", 16), ("width", 16)),
 )
 
 FAMILIES = (WAN, FLUX2, SD3, QWEN_IMAGE)

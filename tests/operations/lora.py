@@ -111,12 +111,12 @@ def fuse_and_disable(subject: Subject) -> None:
     subject.pipe.disable_lora()
 
 
-@operation("`set_adapters` while fused", fuse)
+@operation("`set_adapters` while fused", fuse, shows=None)
 def set_adapters_while_fused(subject: Subject) -> None:
     subject.pipe.set_adapters("style", 0.4)
 
 
-@operation("`delete_adapters` while fused", load_second, fuse)
+@operation("`delete_adapters` while fused", load_second, fuse, shows=False)
 def delete_while_fused(subject: Subject) -> None:
     subject.pipe.delete_adapters("style")
 

@@ -45,7 +45,7 @@ def operation(
 
     def add(change: Change) -> Change:
         steps = [step for last in prepare for step in (*_before.get(last, ()), last)]
-        _before[change] = tuple(steps)
+        _before[change] = tuple(dict.fromkeys(steps))
         OPERATIONS[name] = Operation(name, change, _before[change], shows, None, families)
         return change
 

@@ -27,7 +27,7 @@ class Subject:
     def __init__(self, family: Family, dtype: torch.dtype | None = None) -> None:
         self.family = family
         self.pipe, self._call = build_as(family.build, dtype)
-        self.arguments: dict[str, Any] = {"num_inference_steps": family.steps}
+        self.arguments: dict[str, Any] = dict(family.arguments)
 
     @property
     def dits(self) -> list[Any]:
