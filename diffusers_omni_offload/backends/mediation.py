@@ -12,8 +12,18 @@ from torch import nn
 
 from diffusers_omni_offload import hooks
 
-#: Methods of models and pipelines that merge LoRA layers into weights, and take them out again.
-MERGING_METHODS = ("fuse_lora", "unfuse_lora")
+#: Methods of models and pipelines that merge LoRA layers into weights or take them out again: choosing another adapter
+#: does, too, if one is merged.
+MERGING_METHODS = (
+    "fuse_lora",
+    "unfuse_lora",
+    "load_lora_weights",
+    "load_lora_adapter",
+    "load_adapter",
+    "add_adapter",
+    "set_adapters",
+    "set_adapter",
+)
 
 
 class Mediation:

@@ -83,6 +83,7 @@ class Merging:
         finally:
             for leaf in find_leaves(layer, "") if away else ():
                 master = homes.get(id(leaf.tensor))
-                if master is None or not master.take_home(leaf.tensor):
+                is_home = master is not None and master.take_home(leaf.tensor)
+                if not is_home and leaf.tensor.device == self._device:
                     # A new weight, as a quantized one gets: the next audit packs it.
                     move_tensors([leaf.tensor], torch.device("cpu"))
