@@ -197,7 +197,9 @@ DEQUANTIZING = (
 """Functions of libraries whose weights aren't wrappers, which have a method for it."""
 
 
-@pytest.mark.parametrize("kind", fast_ones([kind for kind in KINDS if KINDS[kind].library != "diffusers"], *LIBRARIES))
+@pytest.mark.parametrize(
+    "kind", fast_ones([kind for kind in KINDS if KINDS[kind].library != "diffusers"], "torchao int8", "gguf q8_0")
+)
 def test_offload_itself_dequantizes_nothing(
     kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, sim: ModuleType
 ) -> None:

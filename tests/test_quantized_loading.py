@@ -33,6 +33,7 @@ def assert_alike(loaded: torch.nn.Module, built: torch.nn.Module) -> None:
     values, others = QuantizedState.of(loaded).values, QuantizedState.of(built).values
     for path, value in values.items():
         assert torch.equal(value, others[path]), path
+    assert type(loaded.config.get("quantization_config")) is type(built.config.get("quantization_config"))
     assert type(loaded.hf_quantizer) is type(built.hf_quantizer)
     for name in ("is_loaded_in_4bit", "is_loaded_in_8bit", "quantization_method"):
         assert getattr(loaded, name, None) == getattr(built, name, None)

@@ -13,9 +13,12 @@ from torch import nn
 from tests import tiny
 from tests.comparing import State, leftovers
 from tests.doubles import Opaque, Reclassed, Repacked, Wrapped
-from tests.modes import MODES, in_every_mode
+from tests.modes import MODES
 from tests.quantized import QuantizedState, build, inner_tensors
 from tests.tiny import build_toy
+
+
+in_streams_and_swaps = pytest.mark.parametrize("mode", ["layer", "module"])
 
 
 def replace_weight(linear: nn.Linear, weight: torch.Tensor) -> None:
@@ -63,7 +66,7 @@ def state_of(pipe: Any) -> State:
         linear._parameters = {"weight": weight, **linear._parameters}
 
 
-@in_every_mode
+@in_streams_and_swaps
 @pytest.mark.parametrize("name", STRANGE)
 @pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested tensors")
 def test_strange_weights(name: str, mode: str, device: torch.device) -> None:
@@ -90,7 +93,7 @@ class RepackedIfWide(Repacked):
         return super()._moved(device, non_blocking) if self.is_wide else Wrapped._moved(self, device, non_blocking)
 
 
-@in_every_mode
+@in_streams_and_swaps
 def test_a_kind_that_changes_its_form_by_shape(mode: str, device: torch.device) -> None:
     """The first weight of a class says nothing of the others: kernels ask for shapes."""
     pipe, _ = build_toy(4, width=64, sizes=[96, 96, 128, 128], text_encoder=True, vae=True)
@@ -101,7 +104,7 @@ def test_a_kind_that_changes_its_form_by_shape(mode: str, device: torch.device) 
     assert leftovers(pipe) == []
 
 
-@in_every_mode
+@in_streams_and_swaps
 def test_weights_that_a_run_on_the_cpu_has_packed(mode: str, device: torch.device) -> None:
     """bitsandbytes packs 4-bit weights anew for some CPUs when they first run there; another device can't read that."""
     pipe, _ = build("bitsandbytes nf4", "sd3", 128)

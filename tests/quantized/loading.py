@@ -31,7 +31,9 @@ def quantize(model: Any, config: Any, state: dict[str, torch.Tensor] | None = No
     quantizer = DiffusersAutoQuantizer.from_config(config, pre_quantized=state is not None)
     if config.quant_method != "bitsandbytes":  # It asks for a GPU, and works without one.
         quantizer.validate_environment()
-    state = dict(model.state_dict()) if state is None else state
+    if state is None:
+        state = dict(model.state_dict())
+        model.register_to_config(quantization_config=config)
     kept = model._keep_in_fp32_modules or []
     quantizer.preprocess_model(model=model, device_map=None, keep_in_fp32_modules=list(kept), state_dict=state)
     for name, value in state.items():
