@@ -17,7 +17,6 @@ from tests.modes import MODES
 from tests.quantized import QuantizedState, build, inner_tensors
 from tests.tiny import build_toy
 
-
 in_streams_and_swaps = pytest.mark.parametrize("mode", ["layer", "module"])
 
 
