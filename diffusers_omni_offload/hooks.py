@@ -22,6 +22,10 @@ OWN_HOOKS = (BLOCK_HOOK, COMPONENT_HOOK, ENTRY_HOOK)
 _FOREIGN_HOOKS = ("group_offloading", "lazy_prefetch_group_offloading")
 
 
+#: Names under which diffusers registers hooks that call parts of a block before they call the block.
+_READING_HOOKS = ("text_kv_cache_block",)
+
+
 class _OwnedHook(ModelHook):
     """A hook that belongs to one module of one pipeline and can't be copied with it."""
 
@@ -169,34 +173,51 @@ def install_innermost(
 ) -> None:
     """Register `hook` so that it runs inside every other hook of `module`, registered before or after.
 
-    A cache's hook that answers without running the block then skips our hook with it, and the block's transfer. What is
-    compiled of the module, before or after, by the `rules`, is inside of our hook.
+    A cache's hook that answers without running the block then skips our hook with it, and the block's transfer. Only
+    hooks that use the module's weights themselves are inside. What is compiled of the module, before or after, by the
+    `rules`, is inside of our hook.
     """
     registry = HookRegistry.check_if_exists_or_initialize(module)
+    if name in registry.hooks:
+        raise ValueError(f"A hook named {name!r} is registered on this {type(module).__name__} already.")
     references: list[HookFunctionReference] = registry._fn_refs
-    if not references:
+    place = max((registry._hook_order.index(reader) + 1 for reader in _readers(registry)), default=0)
+    if place == len(references):
         registry.register_hook(hook, name)
         hook.installed = module.forward
         reference: Any = hook.fn_ref
-        reference.original_forward = Region(module, reference.original_forward, hook.path, rules)
+        reference.original_forward = _region(module, reference.original_forward, hook, rules)
     else:
-        if name in registry.hooks:
-            raise ValueError(f"A hook named {name!r} is registered on this {type(module).__name__} already.")
-        inner = references[0]
-        attribute = "original_forward" if inner.original_forward is not None else "forward"
-        original = getattr(inner, attribute)
-        if not isinstance(original, Region):
-            original = Region(module, original, hook.path, rules)
+        outer = references[place]
+        attribute = "original_forward" if outer.original_forward is not None else "forward"
+        original = _region(module, getattr(outer, attribute), hook, rules)
         reference = HookFunctionReference()
         reference.pre_forward, reference.post_forward = hook.pre_forward, hook.post_forward
         reference.original_forward = original
         reference.forward = functools.update_wrapper(functools.partial(hook.new_forward, module), original)
         hook.fn_ref = reference
-        setattr(inner, attribute, reference.forward)
+        setattr(outer, attribute, reference.forward)
         registry.hooks[name] = hook
-        registry._hook_order.insert(0, name)
-        references.insert(0, reference)
+        registry._hook_order.insert(place, name)
+        references.insert(place, reference)
     _registry_changed(registry)
+
+
+def is_misplaced(module: nn.Module, name: str) -> bool:
+    """Whether a hook that uses the module's weights itself was registered outside of ours."""
+    registry = vars(module).get("_diffusers_hook")
+    if registry is None or name not in registry.hooks:
+        return False
+    order = registry._hook_order
+    return any(order.index(reader) > order.index(name) for reader in _readers(registry))
+
+
+def _readers(registry: HookRegistry) -> list[str]:
+    return [name for name in _READING_HOOKS if name in registry.hooks]
+
+
+def _region(module: nn.Module, forward: Callable[..., Any], hook: _OwnedHook, rules: CompileRules) -> Region:
+    return forward if isinstance(forward, Region) else Region(module, forward, hook.path, rules)
 
 
 def remove_owned(module: nn.Module, name: str) -> None:

@@ -14,8 +14,9 @@ from diffusers_omni_offload import hooks
 from diffusers_omni_offload.backends import preflight
 from diffusers_omni_offload.backends.base import Counters, OffloadBackend
 from diffusers_omni_offload.backends.component_runner import ComponentRunner
-from diffusers_omni_offload.backends.components import ManagedComponents, foreign_message
+from diffusers_omni_offload.backends.components import ManagedComponents
 from diffusers_omni_offload.backends.entry_points import EntryPoints
+from diffusers_omni_offload.backends.hooked_blocks import HookedBlocks
 from diffusers_omni_offload.backends.masters import Masters, Unit, units_of
 from diffusers_omni_offload.backends.merging import Merging
 from diffusers_omni_offload.backends.preflight import compile_rules
@@ -24,7 +25,6 @@ from diffusers_omni_offload.backends.residency import Residency, tell_of_move
 from diffusers_omni_offload.config import OffloadConfig
 from diffusers_omni_offload.messages import format_bytes, logger
 from diffusers_omni_offload.platform import on_device, platform_for, return_freed_host_memory
-from diffusers_omni_offload.regions import CompileRules
 from diffusers_omni_offload.registry import adapter_for
 from diffusers_omni_offload.streaming.runner import BlockRunner
 from diffusers_omni_offload.streaming.scope import CallScope
@@ -64,13 +64,12 @@ class PlanBackend(OffloadBackend):
         self.stages = Stages(self.streamer)
         self.scope = CallScope(self.streamer, self.stages, self.audit, self._after_call)
         self.masters = Masters(self.platform, self.budget)
+        self.blocks = HookedBlocks(self.streamer, self.masters)
         self.residency = Residency(self.device)
         self.runner = ComponentRunner(self.streamer, self.scope, self.stages)
         self.lora = Merging(self.masters, self.device)
         self.components = ManagedComponents(self.device, self, self.runner.run, self.merging)
         self.shared: SharedLeaves | None = None
-        self._block_runner: BlockRunner | None = None
-        self._blocks: list[tuple[nn.Module, str]] = []
         self._reported = False
 
     # ------------------------------------------------------------------ lifecycle
@@ -147,8 +146,7 @@ class PlanBackend(OffloadBackend):
                 steps.callback(master.release)
             steps.callback(self._release_device)
             steps.callback(self.components.detach_all)
-            for block, _ in self._blocks:
-                steps.callback(hooks.remove_owned, block, hooks.BLOCK_HOOK)
+            self.blocks.remove(steps)
 
     def _forget(self) -> None:
         self.plan = None
@@ -188,21 +186,10 @@ class PlanBackend(OffloadBackend):
         if self.masters.shared is not None:
             self.shared = self.runner.shared = SharedLeaves(self.masters.shared, self.streamer)
             self.shared.require_slot()
-        self._hook_blocks(plan, undo)
+        self.blocks.install(plan, BlockRunner(self.streamer, self.scope, self.shared), undo)
         self._attach_components(plan, components, undo)
         for stage in self.stages:
             stage.settle(undo)
-
-    def _hook_blocks(self, plan: ResolvedPlan, undo: ExitStack) -> None:
-        self._block_runner = BlockRunner(self.streamer, self.scope, self.shared)
-        for stack in plan.stacks:
-            for index, block in enumerate(stack.blocks):
-                undo.callback(hooks.remove_owned, block, hooks.BLOCK_HOOK)
-                # Its number in the streamer, which got the stacks in the same order.
-                hook = hooks.BlockHook(stack.path(index), len(self._blocks), self._block_runner.run)
-                rules = CompileRules(captured=self.masters.of(block) is None)
-                hooks.install_innermost(block, hook, hooks.BLOCK_HOOK, rules)
-                self._blocks.append((block, hook.path))
 
     def _attach_components(self, plan: ResolvedPlan, components: list[ResolvedComponent], undo: ExitStack) -> None:
         for component in components:
@@ -286,12 +273,7 @@ class PlanBackend(OffloadBackend):
 
     def remove_component(self, module: nn.Module) -> None:
         """Let go of a component that no pipeline needs offloaded any more: its tensors end on the CPU."""
-        inside = set(module.modules())
-        for number, (block, _) in enumerate(self._blocks):
-            if block in inside and self.masters.of(block) is not None:
-                hooks.remove_owned(block, hooks.BLOCK_HOOK)
-                self.streamer.retire(number)
-                self.masters.remove(block)
+        self.blocks.retire(set(module.modules()))
         self.components.detach(module)
         self.stages.remove(module)
         self.masters.remove(module)
@@ -339,10 +321,7 @@ class PlanBackend(OffloadBackend):
             RuntimeError: somebody else took over a component's weights.
         """
         self.components.require_ours()
-        for block, path in self._blocks:
-            owner = hooks.foreign_offload([block])
-            if owner is not None:
-                raise RuntimeError(foreign_message(path, owner))
+        self.blocks.require_ours()
         stale = self.masters.stale()
         has_changed = bool(stale) or not self.residency.is_current()
         if has_changed:
@@ -351,8 +330,7 @@ class PlanBackend(OffloadBackend):
                 self.masters.follow(stale)
                 self.residency.place(self.masters.held())
             self.runner.inspect_again()
-            if self._block_runner is not None:
-                self._block_runner.inspect_again()
+            self.blocks.inspect_again()
             self.lora.look()
         with on_device(self.device):
             has_changed |= self.lora.unmerge_disabled()
