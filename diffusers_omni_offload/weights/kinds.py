@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 #: Tensor types whose bytes are all in their own storage.
 PLAIN_TYPES = (torch.Tensor, nn.Parameter, nn.Buffer)
@@ -38,11 +37,11 @@ _EXTRAS_OF_MODULES: dict[str, tuple[str, ...]] = {
     "Linear8bitLt": ("state.CB", "state.SCB"),
 }
 
-#: Types that can be taken apart, but mustn't be.
+#: Class of a weight -> why it can't be taken apart, whatever it says of itself.
 _REFUSED_TYPES = {
-    DTensor: "belongs to several processes",
-    nn.UninitializedParameter: "has no shape yet: run the model once",
-    nn.UninitializedBuffer: "has no shape yet: run the model once",
+    "DTensor": "belongs to several processes",
+    "UninitializedParameter": "has no shape yet: run the model once",
+    "UninitializedBuffer": "has no shape yet: run the model once",
 }
 
 
@@ -66,7 +65,9 @@ def parts_of(module: nn.Module) -> Iterator[Part]:
     """The plain tensors that hold the bytes of a module's own parameters and buffers; one may come twice."""
     for table in (module._parameters, module._buffers):
         for name, weight in table.items():
-            if weight is not None:
+            if type(weight) in PLAIN_TYPES:
+                yield Part(weight, name)
+            elif weight is not None:
                 yield from _inner(weight, name)
     for name, weight in module._parameters.items():
         if weight is not None and type(weight) not in PLAIN_TYPES:
@@ -76,7 +77,7 @@ def parts_of(module: nn.Module) -> Iterator[Part]:
 
 def is_wrapper(weight: torch.Tensor) -> bool:
     """Whether a weight has no bytes but those of the tensors that it is made of."""
-    return hasattr(type(weight), "__tensor_flatten__") and type(weight) not in _REFUSED_TYPES
+    return hasattr(type(weight), "__tensor_flatten__") and type(weight).__name__ not in _REFUSED_TYPES
 
 
 def why_refused(tensor: torch.Tensor) -> str | None:
@@ -84,8 +85,8 @@ def why_refused(tensor: torch.Tensor) -> str | None:
     cls = type(tensor)
     if cls in PLAIN_TYPES:
         return None if tensor.layout is torch.strided else f"({tensor.layout}) isn't strided"
-    if cls in _REFUSED_TYPES:
-        return _REFUSED_TYPES[cls]
+    if cls.__name__ in _REFUSED_TYPES:
+        return _REFUSED_TYPES[cls.__name__]
     if cls.__name__ in _EXTRAS_OF_WEIGHTS:
         return _why_not_from_here(tensor)
     return "is of a type that isn't known here"
@@ -96,9 +97,10 @@ def separate_tables(module: nn.Module) -> None:
 
     The library has one for all weights of a process, which no pipeline may move.
     """
-    if "bitsandbytes" not in sys.modules:
+    library = sys.modules.get("bitsandbytes.functional")
+    if library is None:
         return
-    shared = {id(table) for table in sys.modules["bitsandbytes.functional"].name2qmap.values()}
+    shared = {id(table) for table in library.name2qmap.values()}
     for child in module.modules():
         for weight in child._parameters.values():
             state = getattr(getattr(weight, "quant_state", None), "state2", None)
