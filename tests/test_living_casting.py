@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 import torch
 from diffusers.hooks import apply_layerwise_casting
+from torch import nn
 
 from tests import tiny
 from tests.equality import Build, assert_equal_outputs, assert_no_hazards, build_as, build_resident, outputs
 from tests.living import Feature, denoisers, enable, fast_ones, ours_left, sd3
 from tests.modes import in_every_mode
+from tests.test_living_controls import load_adapters, pictured
 from tests.zoo import PIPELINES
 
 # ---------------------------------------------------------------------- layerwise casting
@@ -85,10 +87,44 @@ def test_weights_are_kept_and_moved_as_they_are_stored(mode: str, device: torch.
     tiny.run(pipe, call)
     now = handle.bytes_moved
     tiny.run(pipe, call)
-    linears = [part for part in pipe.transformer.transformer_blocks.modules() if isinstance(part, torch.nn.Linear)]
+    linears = [part for part in pipe.transformer.transformer_blocks.modules() if isinstance(part, nn.Linear)]
     assert {part.weight.dtype for part in linears} >= {FLOAT8}
     assert {part.weight.device.type for part in linears} == {"cpu"}
     assert handle.bytes_moved - now < 0.8 * moved and handle.pinned_bytes < 0.8 * pinned
+
+
+def cast_pipeline(pipe: Any) -> None:
+    pipe.to(BFLOAT16)
+
+
+CASTS_AFTER: dict[str, tuple[Build, Callable[[Any], None]]] = {
+    "pipe.to": (sd3, cast_pipeline),
+    "load_ip_adapter": (PIPELINES["StableDiffusionPipeline"], load_adapters),
+}
+"""What casts weights that are stored in float8: loading an IP-Adapter ends with such a cast of the UNet."""
+
+
+@pytest.mark.parametrize("name", fast_ones(CASTS_AFTER, "pipe.to"))
+@in_every_mode
+def test_a_cast_of_what_layerwise_casting_stores(mode: str, name: str, device: torch.device, sim: ModuleType) -> None:
+    """The first forward after it computes with the weights as they were cast, and stores them in float8 again."""
+    build, change = CASTS_AFTER[name]
+    found = []
+    for offloaded in (False, True):
+        pipe, call = build_as(build, BFLOAT16)
+        call = pictured(pipe, call)
+        if offloaded:
+            enable(pipe, mode)
+        else:
+            pipe.to(device)
+        cast_dits(pipe)
+        before = tiny.run(pipe, call)
+        change(pipe)
+        found.append([before, *outputs(pipe, call, 2)])
+        stored = [part.weight.dtype for dit in denoisers(pipe) for part in dit.modules() if type(part) is nn.Linear]
+        assert FLOAT8 in stored
+    assert_equal_outputs(found[1], found[0], f"{name}, {mode}")
+    assert_no_hazards(sim, f"{name}, {mode}")
 
 
 # ---------------------------------------------------------------------- casts between calls
@@ -98,7 +134,7 @@ STEPS: list[Callable[[Any], Any]] = [
     lambda pipe: pipe.to(dtype=torch.float32),
     lambda pipe: pipe.transformer.to(BFLOAT16).to(dtype=torch.float32, device=pipe.device),
     lambda pipe: pipe.transformer.transformer_blocks[1].bfloat16().float(),
-    lambda pipe: [part.bfloat16() for part in pipe.components.values() if isinstance(part, torch.nn.Module)],
+    lambda pipe: [part.bfloat16() for part in pipe.components.values() if isinstance(part, nn.Module)],
     lambda pipe: pipe.to(torch.float32),
     lambda pipe: pipe.vae.to(torch.float64),
     lambda pipe: pipe.vae.to(torch.float32),

@@ -19,6 +19,9 @@ from tests.quantized import KINDS, build, inner_tensors, plain, to_resident, tra
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*[Qq]uanto:FutureWarning")
 
+BOTH = ("layer", "module")
+"""What is done to the DiT; the mixed mode does to it what layer mode does."""
+
 WIDTH, SEED = 128, 60
 """Of the DiTs, and of their other weights."""
 
@@ -124,7 +127,7 @@ CHANGED = [
 @pytest.mark.parametrize(
     ("kind", "mode"),
     fast_ones(
-        [(kind, mode) for kind in CHANGED for mode in MODES],
+        [(kind, mode) for kind in CHANGED for mode in BOTH],
         ("bitsandbytes int8", "layer"),
         ("torchao int8", "module"),
     ),
@@ -158,7 +161,7 @@ def test_edits_and_replacements(kind: str, mode: str, device: torch.device, sim:
     twins.assert_equal("codes of the new weight edited in place")
 
 
-@pytest.mark.parametrize("mode", ["layer", "module"])
+@pytest.mark.parametrize("mode", BOTH)
 def test_new_data_of_an_8_bit_weight_is_dropped(mode: str, device: torch.device, sim: ModuleType) -> None:
     """A layer that has run goes by its state, whatever is assigned to the weight."""
     twins = Twins("bitsandbytes int8", mode, device, sim)
@@ -168,7 +171,7 @@ def test_new_data_of_an_8_bit_weight_is_dropped(mode: str, device: torch.device,
 
 
 @pytest.mark.parametrize(
-    ("kind", "mode"), fast_ones([(kind, mode) for kind in CHANGED for mode in MODES], ("bitsandbytes int8", "layer"))
+    ("kind", "mode"), fast_ones([(kind, mode) for kind in CHANGED for mode in BOTH], ("bitsandbytes int8", "layer"))
 )
 def test_other_weights_are_loaded(kind: str, mode: str, device: torch.device, sim: ModuleType) -> None:
     twins = Twins(kind, mode, device, sim)
@@ -215,7 +218,7 @@ WITH_LORA = ["torchao int8", "bitsandbytes int8", "bitsandbytes nf4 nested", "qu
 
 @pytest.mark.parametrize(
     ("kind", "mode"),
-    fast_ones([(kind, mode) for kind in WITH_LORA for mode in MODES], ("bitsandbytes int8", "layer")),
+    fast_ones([(kind, mode) for kind in WITH_LORA for mode in BOTH], ("bitsandbytes int8", "layer")),
 )
 def test_a_lora_on_a_quantized_dit(kind: str, mode: str, device: torch.device, sim: ModuleType) -> None:
     twins = Twins(kind, mode, device, sim)

@@ -37,24 +37,23 @@ def cell(outcomes: Outcomes) -> str:
     return "; ".join(f"{placement}: {result}" for placement, result in results.items())
 
 
-def row(operation: Operation, outcomes_on: Callable[[Family], Outcomes]) -> str:
-    """The line of one operation."""
-    return f"| {' | '.join((operation.name, *(cell(outcomes_on(family)) for family in FAMILIES)))} |"
+def heading() -> list[str]:
+    """The lines above the rows."""
+    sentence = (
+        f"diffusers {diffusers.__version__}, peft {peft.__version__}: {len(OPERATIONS)} operations. A cell stands for "
+        f"three placements of the weights, {', '.join(PLACEMENTS)}, and names them where they differ."
+    )
+    names = ("operation", *(family.name for family in FAMILIES))
+    return [sentence, "", f"| {' | '.join(names)} |", f"|{' --- |' * len(names)}"]
 
 
 def table(outcomes_of: Callable[[Operation, Family], Outcomes]) -> str:
     """What stands between the markers."""
     rows = [
-        row(operation, lambda family, operation=operation: outcomes_of(operation, family))
-        for operation in OPERATIONS.values()
+        f"| {' | '.join((each.name, *(cell(outcomes_of(each, family)) for family in FAMILIES)))} |"
+        for each in OPERATIONS.values()
     ]
-    heading = (
-        f"diffusers {diffusers.__version__}, peft {peft.__version__}: {len(rows)} operations. A cell stands for three "
-        f"placements of the weights, {', '.join(PLACEMENTS)}, and names them where they differ."
-    )
-    names = ("operation", *(family.name for family in FAMILIES))
-    header = (f"| {' | '.join(names)} |", f"|{' --- |' * len(names)}")
-    return "\n".join([START, "", heading, "", *header, *rows, "", END])
+    return "\n".join([START, "", *heading(), *rows, "", END])
 
 
 def written() -> str:
@@ -65,6 +64,13 @@ def written() -> str:
     """
     text = README.read_text()
     return text[text.index(START) : text.index(END) + len(END)]
+
+
+def written_cells() -> dict[tuple[str, str], str]:
+    """The cells of the table in the README, by operation and family, without those of the heading."""
+    lines = [line for line in written().splitlines() if line.startswith("|")]
+    names, *rows = ([part.strip() for part in line.strip("|").split("|")] for line in lines)
+    return {(name, family): text for name, *texts in rows[1:] for family, text in zip(names[1:], texts, strict=True)}
 
 
 def try_all(device: torch.device) -> Callable[[Operation, Family], Outcomes]:
