@@ -72,7 +72,6 @@ def check(build: Build, names: tuple[str, ...], options: dict[str, Any], device:
     fast_ones(
         [(kind, mode) for kind in KINDS for mode in ("layer", "module")] + [("bitsandbytes nf4 nested", "mixed")],
         *[(kind, "layer") for kind in LIBRARIES],
-        ("torchao int8", "module"),
         ("bitsandbytes int8", "module"),
     ),
 )
@@ -200,7 +199,7 @@ DEQUANTIZING = (
 
 
 @pytest.mark.parametrize(
-    "kind", fast_ones([kind for kind in KINDS if KINDS[kind].library != "diffusers"], "torchao int8", "gguf q8_0")
+    "kind", fast_ones([kind for kind in KINDS if KINDS[kind].library != "diffusers"], "torchao int8")
 )
 def test_offload_itself_dequantizes_nothing(
     kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, sim: ModuleType
