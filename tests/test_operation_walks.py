@@ -33,7 +33,7 @@ def test_a_short_walk(device: torch.device) -> None:
 def test_a_long_walk(placement: str, device: torch.device) -> None:
     made = walk(SD3, placement, 300, device, seed=1)
     assert set(made.done) == {move.__name__ for move in MOVES}
-    assert len(made.outputs) >= 150 and made.failed <= 30
+    assert len(made.outputs) >= 100 and made.failed <= 30
 
 
 @pytest.mark.slow
@@ -55,4 +55,4 @@ def test_a_long_walk(placement: str, device: torch.device) -> None:
 )
 def test_a_walk(family: Family, placement: str, steps: int, device: torch.device) -> None:
     made = walk(family, placement, steps, device, seed=2)
-    assert len(made.outputs) >= steps // 2 and made.failed <= steps // 10
+    assert len(made.outputs) >= steps // 3 and made.failed <= steps // 10

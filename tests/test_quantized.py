@@ -72,7 +72,6 @@ def check(build: Build, names: tuple[str, ...], options: dict[str, Any], device:
     fast_ones(
         [(kind, mode) for kind in KINDS for mode in ("layer", "module")] + [("bitsandbytes nf4 nested", "mixed")],
         *[(kind, "layer") for kind in LIBRARIES],
-        ("torchao int8", "module"),
         ("bitsandbytes int8", "module"),
     ),
 )
@@ -110,14 +109,8 @@ def test_a_quantized_text_encoder(kind: str, mode: str, encoder: str, device: to
     check(with_text(kind, encoder), (name,), TEXT_MODES[mode], device, sim)
 
 
-@pytest.mark.parametrize(
-    ("kind", "mode"),
-    fast_ones(
-        [(kind, mode) for kind in KINDS for mode in ("layer", "module")],
-        ("torchao int8", "layer"),
-        ("bitsandbytes int8", "layer"),
-    ),
-)
+@pytest.mark.parametrize("mode", ["layer", "module"])
+@pytest.mark.parametrize("kind", fast_ones([*LIBRARIES, "bitsandbytes int8"], "torchao int8", "bitsandbytes int8"))
 def test_state_dicts_at_rest(kind: str, mode: str, device: torch.device) -> None:
     """Between calls they are what they were before."""
     pipe, call = build(kind, "sd3", 128)
@@ -151,7 +144,16 @@ def close(found: int, wanted: int) -> bool:
     return abs(found - wanted) <= 0.01 * wanted
 
 
-@pytest.mark.parametrize("kind", fast_ones(KINDS, "bitsandbytes nf4 nested"))
+OF_THE_SIZE_OF_OTHERS = (
+    "torchao int8 dynamic",
+    "bitsandbytes int8 outliers",
+    "bitsandbytes fp4",
+    "bitsandbytes fp4 nested",
+)
+SIZED = [kind for kind in KINDS if kind not in OF_THE_SIZE_OF_OTHERS]
+
+
+@pytest.mark.parametrize("kind", fast_ones(SIZED, "bitsandbytes nf4 nested"))
 def test_a_pass_moves_the_quantized_bytes(kind: str, device: torch.device, sim: ModuleType) -> None:
     pipe, call = build(kind, "sd3", WIDE, 2)
     call = with_arguments(call, num_inference_steps=1)
@@ -197,7 +199,7 @@ DEQUANTIZING = (
 
 
 @pytest.mark.parametrize(
-    "kind", fast_ones([kind for kind in KINDS if KINDS[kind].library != "diffusers"], "torchao int8", "gguf q8_0")
+    "kind", fast_ones([kind for kind in KINDS if KINDS[kind].library != "diffusers"], "torchao int8")
 )
 def test_offload_itself_dequantizes_nothing(
     kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, sim: ModuleType

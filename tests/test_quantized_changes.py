@@ -129,7 +129,6 @@ CHANGED = [
     fast_ones(
         [(kind, mode) for kind in CHANGED for mode in BOTH],
         ("bitsandbytes int8", "layer"),
-        ("torchao int8", "module"),
     ),
 )
 def test_edits_and_replacements(kind: str, mode: str, device: torch.device, sim: ModuleType) -> None:

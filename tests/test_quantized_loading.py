@@ -13,7 +13,7 @@ from diffusers.quantizers.bitsandbytes.bnb_quantizer import BnB4BitDiffusersQuan
 from diffusers.quantizers.gguf.utils import GGUFParameter
 
 from tests.living import fast_ones
-from tests.quantized import KINDS, ONE_A_LIBRARY, QuantizedState, gguf_state, plain, transformer
+from tests.quantized import KINDS, QuantizedState, gguf_state, plain, transformer
 
 
 def described(model: torch.nn.Module) -> dict[str, Any]:
@@ -43,7 +43,7 @@ FROM_FOLDERS = [kind for kind in KINDS if KINDS[kind].library in ("torchao", "bi
 
 
 @pytest.mark.filterwarnings("ignore:.*[Qq]uanto:FutureWarning")
-@pytest.mark.parametrize("kind", fast_ones(FROM_FOLDERS, *ONE_A_LIBRARY.values()))
+@pytest.mark.parametrize("kind", fast_ones(FROM_FOLDERS, "torchao int8", "bitsandbytes int8", "quanto int8"))
 def test_from_pretrained(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known = KINDS[kind]
     transformer("sd3", dtype=known.dtype).save_pretrained(tmp_path)
