@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from diffusers_omni_offload.messages import format_bytes, logger
+from diffusers_omni_offload.streaming.guard import Edited
 from diffusers_omni_offload.streaming.scope import CallScope
 from diffusers_omni_offload.streaming.shared import SharedLeaves
 from diffusers_omni_offload.streaming.stage_runner import StageRunner
@@ -26,15 +27,16 @@ class ComponentRunner:
         streamer: what streams blocks.
         scope: opened around an entry that comes outside of any call.
         stages: what is swapped.
+        edited: tells what an entry point has changed of its weights for good.
 
     Attributes:
         shared: leaves that several owners hold; None if there are none.
     """
 
-    def __init__(self, streamer: Streamer, scope: CallScope, stages: Stages) -> None:
+    def __init__(self, streamer: Streamer, scope: CallScope, stages: Stages, edited: Edited) -> None:
         self._streamer, self._scope, self._stages = streamer, scope, stages
         self.shared: SharedLeaves | None = None
-        self._stage_runner = StageRunner(streamer, stages)
+        self._stage_runner = StageRunner(streamer, stages, edited)
         self._groups: dict[str, str] = {}
         self._still: set[str] = set()
         # Path -> the call that it runs in, so that what an interrupt leaves here means nothing to the next one.

@@ -15,8 +15,8 @@ from torch import nn
 from diffusers_omni_offload.backends.sharing import shared_leaves
 from diffusers_omni_offload.platform import Platform, return_freed_host_memory
 from diffusers_omni_offload.topology.plan import ResolvedPlan
-from diffusers_omni_offload.weights.kinds import separate_tables
-from diffusers_omni_offload.weights.leaves import Leaf, distinct_leaves, move_back
+from diffusers_omni_offload.weights.kinds import settle_weights
+from diffusers_omni_offload.weights.leaves import Leaf, distinct_leaves, move_back, require_plain
 from diffusers_omni_offload.weights.master import Master
 from diffusers_omni_offload.weights.pinning import PinnedBudget
 
@@ -74,10 +74,10 @@ class Masters:
         if self.shared is not None:
             yield self.shared
 
-    def modules(self) -> Iterator[nn.Module]:
-        """All modules of what is offloaded; one in two units comes twice."""
-        for unit, _ in self._units.values():
-            yield from (module for module in unit.module.modules() if module not in unit.apart)
+    def modules(self) -> Iterator[tuple[nn.Module, Master]]:
+        """All modules of what is offloaded, with their masters; one in two units comes twice."""
+        for unit, master in self._units.values():
+            yield from ((module, master) for module in unit.module.modules() if module not in unit.apart)
 
     def of(self, module: nn.Module) -> Master | None:
         """The master of a block or a component; None if it isn't offloaded."""
@@ -94,7 +94,7 @@ class Masters:
         """
         self._elsewhere = elsewhere
         for unit in units:
-            separate_tables(unit.module)
+            settle_weights(unit.module)
         shared = shared_leaves([unit.leaves() for unit in units], elsewhere())
         self._shared_ids.update(id(leaf.tensor) for leaf in shared)
         with _progress(len(units)) as advance:
@@ -121,10 +121,13 @@ class Masters:
 
         Raises:
             RuntimeError: weights were tied or untied.
+            TypeError, ValueError: a weight is of a kind that can't be packed.
         """
         for unit, master in self._units.values():
             if master in stale:
-                separate_tables(unit.module)
+                settle_weights(unit.module)
+                for leaf in unit.leaves():
+                    require_plain(leaf)
         shared = shared_leaves([unit.leaves() for unit, _ in self._units.values()], self._elsewhere())
         if {id(leaf.tensor) for leaf in shared} != self._shared_ids:
             raise RuntimeError(

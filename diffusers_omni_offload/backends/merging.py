@@ -31,33 +31,37 @@ class Merging:
 
     def __init__(self, masters: Masters, device: torch.device) -> None:
         self._masters, self._device = masters, device
-        self._layers: list[Any] = []
+        self._layers: list[tuple[Any, Master]] = []
+        self._pending: dict[Master, list[Any]] = {}
 
     def look(self) -> None:
         """Find the layers that are there now."""
         tuners = sys.modules.get("peft.tuners.tuners_utils")
         if tuners is not None:
-            modules = dict.fromkeys(self._masters.modules())
-            self._layers = [module for module in modules if isinstance(module, tuners.BaseTunerLayer)]
+            found = self._masters.modules()
+            self._layers = [(module, master) for module, master in found if isinstance(module, tuners.BaseTunerLayer)]
 
-    def unmerge_disabled(self) -> bool:
-        """Between forwards: unmerge what is disabled, which PEFT would do in the middle of a forward.
+    def expect_unmerging(self) -> None:
+        """Note the layers that are merged and disabled: PEFT will unmerge them in their next forward."""
+        self._pending = {}
+        for layer, master in self._layers:
+            if layer.disable_adapters and layer.merged:
+                self._pending.setdefault(master, []).append(layer)
 
-        Returns:
-            Whether there was anything to unmerge.
-        """
-        disabled = [layer for layer in self._layers if layer.disable_adapters and layer.merged]
-        if disabled:
-            homes = self._homes()
-            for layer in disabled:
-                self._run(homes, layer, layer.unmerge)
-        return bool(disabled)
+    def unmerged(self, master: Master) -> list[torch.Tensor]:
+        """The leaves of a master that a forward, which is over now, has changed for good by unmerging."""
+        if master not in self._pending:
+            return []
+        done = [layer for layer in self._pending[master] if not layer.merged]
+        self._pending[master] = [layer for layer in self._pending[master] if layer.merged]
+        held = set(map(id, master.tensors))
+        return [leaf.tensor for layer in done for leaf in find_leaves(layer, "") if id(leaf.tensor) in held]
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
         """Between forwards: layers that merge or unmerge in the body do it on the device."""
         self.look()
-        homes, layers = self._homes(), self._layers
+        homes, layers = self._homes(), dict.fromkeys(layer for layer, _ in self._layers)
         for layer in layers:
             for name in _METHODS:
                 vars(layer)[name] = functools.wraps(getattr(layer, name))(
@@ -76,7 +80,9 @@ class Merging:
     def _run(
         self, homes: dict[int, Master], layer: Any, method: Callable[..., None], *args: Any, **kwargs: Any
     ) -> None:
-        away = [leaf.tensor for leaf in find_leaves(layer, "") if id(leaf.tensor) in homes]
+        # All of it, since a layer that is being loaded has leaves that no master has yet.
+        host = torch.device("cpu")
+        away = [leaf.tensor for leaf in find_leaves(layer, "") if leaf.tensor.device == host]
         move_tensors(away, self._device)
         try:
             method(*args, **kwargs)
@@ -86,4 +92,4 @@ class Merging:
                 is_home = master is not None and master.take_home(leaf.tensor)
                 if not is_home and leaf.tensor.device == self._device:
                     # A new weight, as a quantized one gets: the next audit packs it.
-                    move_tensors([leaf.tensor], torch.device("cpu"))
+                    move_tensors([leaf.tensor], host)

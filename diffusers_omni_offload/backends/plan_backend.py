@@ -36,6 +36,7 @@ from diffusers_omni_offload.topology.resolver import resolve_offload_plan
 from diffusers_omni_offload.weights.derived import restore_derived
 from diffusers_omni_offload.weights.leaves import find_leaves, is_plain, move_tensors
 from diffusers_omni_offload.weights.pinning import PinnedBudget
+from diffusers_omni_offload.weights.wrappers import move_wrappers
 
 
 class PlanBackend(OffloadBackend):
@@ -66,8 +67,8 @@ class PlanBackend(OffloadBackend):
         self.masters = Masters(self.platform, self.budget)
         self.blocks = HookedBlocks(self.streamer, self.masters)
         self.residency = Residency(self.device)
-        self.runner = ComponentRunner(self.streamer, self.scope, self.stages)
         self.lora = Merging(self.masters, self.device)
+        self.runner = ComponentRunner(self.streamer, self.scope, self.stages, self.lora.unmerged)
         self.components = ManagedComponents(self.device, self, self.runner.run, self.merging)
         self.shared: SharedLeaves | None = None
         self._reported = False
@@ -186,7 +187,7 @@ class PlanBackend(OffloadBackend):
         if self.masters.shared is not None:
             self.shared = self.runner.shared = SharedLeaves(self.masters.shared, self.streamer)
             self.shared.require_slot()
-        self.blocks.install(plan, BlockRunner(self.streamer, self.scope, self.shared), undo)
+        self.blocks.install(plan, BlockRunner(self.streamer, self.scope, self.shared, self.lora.unmerged), undo)
         self._attach_components(plan, components, undo)
         for stage in self.stages:
             stage.settle(undo)
@@ -279,6 +280,7 @@ class PlanBackend(OffloadBackend):
         self.masters.remove(module)
         self.residency.remove(module)
         kept = {id(leaf.tensor) for leaf in self.residency.leaves()}
+        move_wrappers(module.modules(), torch.device("cpu"), kept)
         move_tensors([leaf.tensor for leaf in find_leaves(module, "", kept) if is_plain(leaf)], torch.device("cpu"))
 
     # ------------------------------------------------------------------ calls
@@ -332,8 +334,7 @@ class PlanBackend(OffloadBackend):
             self.runner.inspect_again()
             self.blocks.inspect_again()
             self.lora.look()
-        with on_device(self.device):
-            has_changed |= self.lora.unmerge_disabled()
+        self.lora.expect_unmerging()
         if self.shared is not None:
             self.shared.require_slot()
         return has_changed

@@ -19,8 +19,8 @@ from diffusers_omni_offload.platform import Platform
 from diffusers_omni_offload.regions import CompileRules, require_compilable
 from diffusers_omni_offload.streaming.stages import largest_together
 from diffusers_omni_offload.topology.plan import ResolvedComponent, ResolvedPlan
-from diffusers_omni_offload.weights.kinds import form_of, is_wrapper
 from diffusers_omni_offload.weights.leaves import Layout, Leaf, distinct_leaves, find_leaves, require_plain
+from diffusers_omni_offload.weights.wrappers import form_of, wrappers_of
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def require_ready(plan: ResolvedPlan, device: torch.device) -> None:
     for component in plan.components:
         require_methods(component.module, component.path, plan.entry_points.get(component.path, ()))
     offloaded = {id(leaf.tensor) for path in plan.on_demand for leaf in find_leaves(plan.module(path), path)}
-    known: set[type] = set()
+    known: set[tuple[object, ...]] = set()
     for unit in units_of(plan):
         for leaf in unit.leaves():
             require_plain(leaf)
@@ -223,24 +223,25 @@ def require_continuable(plan: ResolvedPlan) -> None:
             require_compilable(part, name, CompileRules())
 
 
-def require_same_form(unit: Unit, device: torch.device, known: set[type]) -> None:
+def require_same_form(unit: Unit, device: torch.device, known: set[tuple[object, ...]]) -> None:
     """Refuse quantized weights that their library keeps in another form on the device, where it has other kernels.
 
     Args:
         unit: whose weights to look at.
         device: the device.
-        known: types that were found to keep their form; gets those of this unit.
+        known: forms that were found to be the same there; gets those of this unit.
 
     Raises:
         TypeError: it names the weight and its type there.
     """
     for path, module in unit.module.named_modules(prefix=unit.path):
-        for name, weight in module._parameters.items():
-            if weight is None or type(weight) in known or not is_wrapper(weight):
+        for name, weight in wrappers_of(module):
+            form = form_of(weight.detach())
+            if form in known:
                 continue
-            known.add(type(weight))
+            known.add(form)
             moved = weight.detach().to(device)
-            if form_of(moved) != form_of(weight.detach()):
+            if form_of(moved) != form:
                 raise TypeError(
                     f"{path}.{name} is a {type(weight).__name__}, which {str(device)!r} keeps in another form "
                     f"({type(moved).__name__}), so it can't be copied there byte by byte. Quantize the component on "

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import torch
 from torch import nn
 
-from diffusers_omni_offload.weights.kinds import separate_tables
+from diffusers_omni_offload.weights.kinds import settle_weights
 from diffusers_omni_offload.weights.leaves import (
     Leaf,
     distinct_leaves,
@@ -19,6 +19,7 @@ from diffusers_omni_offload.weights.leaves import (
     require_plain,
 )
 from diffusers_omni_offload.weights.snapshot import Snapshot
+from diffusers_omni_offload.weights.wrappers import move_wrappers, move_wrappers_back
 
 
 class Residency:
@@ -68,7 +69,10 @@ class Residency:
             ValueError: a tensor is on the meta device.
         """
         for _, root in self._roots.values():
-            separate_tables(root)
+            settle_weights(root)
+        homes = move_wrappers([module for _, module in self._modules()], self.device, held)
+        if undo is not None:
+            undo.callback(move_wrappers_back, homes)
         leaves = [leaf for leaf in self.leaves() if id(leaf.tensor) not in held]
         require_placeable(leaves, self.device)
         # One of an unknown kind may have no storage of its own to look at; its identity is watched all the same.
@@ -81,6 +85,7 @@ class Residency:
 
     def move_to_host(self) -> None:
         """Move everything to the CPU."""
+        move_wrappers([module for _, module in self._modules()], torch.device("cpu"))
         move_tensors([leaf.tensor for leaf in self.leaves() if is_plain(leaf)], torch.device("cpu"))
         self._snapshot = None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
@@ -12,15 +12,21 @@ import torch
 from diffusers_omni_offload.nested import any_tensor
 from diffusers_omni_offload.platform import Platform
 from diffusers_omni_offload.streaming.slots import Slot
+from diffusers_omni_offload.streaming.streamer import Streamer
 from diffusers_omni_offload.weights.master import Master
+
+Edited = Callable[[Master], Sequence[torch.Tensor]]
+"""Tells which leaves of a master the forward that is over has changed for good, as PEFT does to unmerge a LoRA."""
 
 
 class Watch:
     """Looks at what one forward does with the weights that are bound for it.
 
     Args:
+        streamer: what has bound the weights.
         master: the weights.
         slot: where they are bound.
+        edited: see `Edited`.
         is_thorough: whether to look for replaced leaves and kept views, too, which costs more than most forwards are
             worth: it is done when something is new.
 
@@ -28,8 +34,9 @@ class Watch:
         casts: the leaves that the forward has cast for good, as bitsandbytes does with biases, and to what.
     """
 
-    def __init__(self, master: Master, slot: Slot, is_thorough: bool) -> None:
-        self._master, self._slot, self._is_thorough = master, slot, is_thorough
+    def __init__(self, streamer: Streamer, master: Master, slot: Slot, edited: Edited, *, is_thorough: bool) -> None:
+        self._streamer, self._master, self._slot = streamer, master, slot
+        self._edited, self._is_thorough = edited, is_thorough
         self._versions = master.versions()
         self.casts: list[tuple[torch.Tensor, torch.dtype]] = []
 
@@ -45,6 +52,11 @@ class Watch:
             self.casts = self._master.casts(self._slot.buffer)
         if written is not None:
             raise RuntimeError(written_message(written))
+        edited = self._edited(self._master)
+        if edited:
+            self._streamer.wait_for_copies()
+            for tensor in edited:
+                self._master.take_home(tensor)
 
     def refuse_kept_views(self) -> None:
         """Raise RuntimeError if a module keeps a view of the slot as an attribute."""

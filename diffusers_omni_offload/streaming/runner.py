@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from diffusers_omni_offload.nested import any_tensor
-from diffusers_omni_offload.streaming.guard import Watch, refuse_unservable, uncached_casts, view_message
+from diffusers_omni_offload.streaming.guard import Edited, Watch, refuse_unservable, uncached_casts, view_message
 from diffusers_omni_offload.streaming.scope import CallScope
 from diffusers_omni_offload.streaming.shared import SharedLeaves
 from diffusers_omni_offload.streaming.streamer import Streamer
@@ -21,10 +21,11 @@ class BlockRunner:
         streamer: what binds the blocks.
         scope: opened around a block that is called on its own.
         shared: leaves that several blocks, or blocks and other modules, hold; None if there are none.
+        edited: tells what a forward has changed for good.
     """
 
-    def __init__(self, streamer: Streamer, scope: CallScope, shared: SharedLeaves | None) -> None:
-        self._streamer, self._scope, self._shared = streamer, scope, shared
+    def __init__(self, streamer: Streamer, scope: CallScope, shared: SharedLeaves | None, edited: Edited) -> None:
+        self._streamer, self._scope, self._shared, self._edited = streamer, scope, shared, edited
         self._device_type = streamer.platform.device.type
         self._inspected: set[int] = set()
 
@@ -57,7 +58,7 @@ class BlockRunner:
         refuse_unservable(streamer.platform, master, args, kwargs)
         slot = streamer.enter(block)
         assert slot is not None
-        watch = Watch(master, slot, is_thorough=block not in self._inspected)
+        watch = Watch(streamer, master, slot, self._edited, is_thorough=block not in self._inspected)
         try:
             with uncached_casts(self._device_type):
                 output = forward(*args, **kwargs)

@@ -7,6 +7,7 @@ from collections.abc import Collection
 import torch
 
 from diffusers_omni_offload.platform import Event, Platform, Stream
+from diffusers_omni_offload.weights.kinds import is_wrapper
 
 
 class Slot:
@@ -45,7 +46,9 @@ class Slot:
         self.other_streams.clear()
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is a view of this buffer."""
+        """Whether `tensor`, or one that it is made of, is a view of this buffer."""
+        if is_wrapper(tensor):
+            return any(self.holds(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])  # type: ignore[attr-defined]
         buffer = self.buffer
         return (
             tensor.device == buffer.device

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from diffusers_omni_offload.nested import any_tensor, map_tensors
-from diffusers_omni_offload.streaming.guard import Watch, refuse_unservable, uncached_casts
+from diffusers_omni_offload.streaming.guard import Edited, Watch, refuse_unservable, uncached_casts
 from diffusers_omni_offload.streaming.stages import PackedStage, Stage, Stages
 from diffusers_omni_offload.streaming.streamer import Streamer
 from diffusers_omni_offload.weights.leaves import cast_tensors
@@ -20,10 +20,11 @@ class StageRunner:
     Args:
         streamer: what binds the weights.
         stages: all of the pipeline's.
+        edited: tells what an entry point has changed for good.
     """
 
-    def __init__(self, streamer: Streamer, stages: Stages) -> None:
-        self._streamer, self._stages = streamer, stages
+    def __init__(self, streamer: Streamer, stages: Stages, edited: Edited) -> None:
+        self._streamer, self._stages, self._edited = streamer, stages, edited
         self._inspected: set[tuple[Stage, int, str]] = set()
 
     def inspect_again(self) -> None:
@@ -56,7 +57,8 @@ class StageRunner:
         entry = (stage, id(getattr(function, "__self__", None)), getattr(function, "__name__", ""))
         try:
             stage.bind()
-            watch = Watch(master, stage.slot, is_thorough=entry not in self._inspected)
+            is_thorough = entry not in self._inspected
+            watch = Watch(self._streamer, master, stage.slot, self._edited, is_thorough=is_thorough)
             with uncached_casts(self._streamer.platform.device.type):
                 output = function(*args, **kwargs)
             if any_tensor(output, stage.slot.holds):

@@ -65,9 +65,11 @@ def parts_of(module: nn.Module) -> Iterator[Part]:
     """The plain tensors that hold the bytes of a module's own parameters and buffers; one may come twice."""
     for table in (module._parameters, module._buffers):
         for name, weight in table.items():
+            if weight is None:
+                continue
             if type(weight) in PLAIN_TYPES:
                 yield Part(weight, name)
-            elif weight is not None:
+            else:
                 yield from _inner(weight, name)
     for name, weight in module._parameters.items():
         if weight is not None and type(weight) not in PLAIN_TYPES:
@@ -77,12 +79,16 @@ def parts_of(module: nn.Module) -> Iterator[Part]:
 
 def is_wrapper(weight: torch.Tensor) -> bool:
     """Whether a weight has no bytes but those of the tensors that it is made of."""
+    if weight.is_nested:
+        return False
     return hasattr(type(weight), "__tensor_flatten__") and type(weight).__name__ not in _REFUSED_TYPES
 
 
 def why_refused(tensor: torch.Tensor) -> str | None:
     """Why the bytes of a `Part` can't be taken: what a sentence says after "it"; None if they can."""
     cls = type(tensor)
+    if tensor.is_nested:
+        return "is nested"
     if cls in PLAIN_TYPES:
         return None if tensor.layout is torch.strided else f"({tensor.layout}) isn't strided"
     if cls.__name__ in _REFUSED_TYPES:
@@ -92,10 +98,11 @@ def why_refused(tensor: torch.Tensor) -> str | None:
     return "is of a type that isn't known here"
 
 
-def separate_tables(module: nn.Module) -> None:
-    """Give each weight below `module` that bitsandbytes has quantized twice a table of codes of its own.
+def settle_weights(module: nn.Module) -> None:
+    """Put in order what bitsandbytes leaves open, before weights below `module` are taken.
 
-    The library has one for all weights of a process, which no pipeline may move.
+    The library has one table of codes for all weights of a process, which no pipeline may move: each weight gets its
+    own. And once an 8-bit weight has run, the module's copy counts: in the next forward the weight would become that.
     """
     library = sys.modules.get("bitsandbytes.functional")
     if library is None:
@@ -106,14 +113,12 @@ def separate_tables(module: nn.Module) -> None:
             state = getattr(getattr(weight, "quant_state", None), "state2", None)
             if state is not None and id(state.code) in shared:
                 state.code = state.code.clone()
-
-
-def form_of(weight: torch.Tensor) -> list[object]:
-    """Of what tensors a wrapper is made, whatever their values and device."""
-    if not is_wrapper(weight):
-        return [type(weight), weight.dtype, weight.shape, weight.stride()]
-    names = weight.__tensor_flatten__()[0]  # type: ignore[attr-defined]
-    return [type(weight), *((name, form_of(getattr(weight, name))) for name in names)]
+        codes = getattr(getattr(child, "state", None), "CB", None)
+        if type(child).__name__ in _EXTRAS_OF_MODULES and isinstance(codes, torch.Tensor):
+            weight = child._parameters["weight"]
+            is_new = getattr(weight, "CB", None) is not None
+            if weight is not None and not is_new and weight.data_ptr() != codes.data_ptr():
+                weight.data = codes
 
 
 def _inner(weight: torch.Tensor, name: str, holder: Any = None, attribute: str = "") -> Iterator[Part]:
