@@ -29,6 +29,7 @@ def fresh_compiler() -> Iterator[None]:
         warnings.filterwarnings("error", message="Dynamo does not know", category=UserWarning)
         yield
     torch._dynamo.reset()
+    counters.clear()
 
 
 def graphs() -> int:
@@ -39,6 +40,23 @@ def graphs() -> int:
 def graph_breaks() -> int:
     """How often a graph was broken."""
     return sum(counters["graph_break"].values())
+
+
+class Backend:
+    """A backend that runs graphs as they are, and counts them and their calls."""
+
+    def __init__(self) -> None:
+        self.compiled = 0
+        self.calls = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        self.compiled += 1
+
+        def run(*args: Any) -> Any:
+            self.calls += 1
+            return graph.forward(*args)
+
+        return run
 
 
 @contextmanager

@@ -15,10 +15,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests import tiny
 from tests.compiling import (
     COMPILED,
     FAMILIES,
     PLACEMENTS,
+    Backend,
     assert_outputs,
     compile_blocks,
     expected,
@@ -113,31 +115,53 @@ def test_more_blocks_no_more_graphs(device: torch.device, sim: ModuleType, name:
         assert handle.bytes_moved > 0
 
 
-@pytest.mark.parametrize("what", fast_ones(COMPILED, "blocks"))
-def test_placements_change(device: torch.device, sim: ModuleType, what: str) -> None:
+@pytest.mark.parametrize(
+    ("what", "placements"),
+    fast_ones(
+        [
+            ("blocks", ("streamed", "module-swapped", "streamed", "mixed", "module-swapped", "resident")),
+            ("component", ("streamed", "module-swapped", "streamed", "mixed")),
+        ],
+        ("blocks", ("streamed", "module-swapped", "streamed", "mixed", "module-swapped", "resident")),
+    ),
+)
+def test_placements_change(device: torch.device, sim: ModuleType, what: str, placements: tuple[str, ...]) -> None:
     """Graphs outlive offload that is enabled anew, and without offload the pipeline is compiled as it would be."""
-    family, reference = FAMILIES["Wan"], expected("Wan", what, "aot_eager", device)
-    blocks = expected("Wan", "blocks", "aot_eager", device).graphs
+    family, backend = FAMILIES["Wan"], Backend()
+    output, blocks = (expected("Wan", of, "eager", device) for of in (what, "blocks"))
     pipe, call = family.fresh()
-    COMPILED[what](family, pipe, backend="aot_eager")
-    known: dict[bool, int] = {}
-    for placement in ("streamed", "module-swapped", "streamed", "mixed", "module-swapped", "resident"):
+    COMPILED[what](family, pipe, backend=backend)
+    known: set[bool] = set()
+
+    def check(title: str, is_whole: bool) -> None:
+        before, calls = graphs(), backend.calls
+        assert_outputs(pipe, call, output.output, title)
+        most = (output if is_whole else blocks).graphs if is_whole not in known else 0
+        known.add(is_whole)
+        assert graphs() - before == most and backend.calls > calls, title
+
+    for placement in placements:
         pipe.enable_omni_offload(**PLACEMENTS[placement])
-        before = graphs()
-        assert_outputs(pipe, call, reference.output, placement)
-        is_whole = what == "component" and placement == "module-swapped"
-        fresh = is_whole not in known
-        known[is_whole] = reference.graphs if is_whole else blocks
-        assert graphs() - before == (known[is_whole] if fresh else 0), placement
-        with nothing_new():
-            assert_outputs(pipe, call, reference.output, f"{placement}, again")
+        check(placement, what == "component" and placement == "module-swapped")
     pipe.disable_omni_offload()
-    before = graphs()
-    assert_outputs(pipe.to(device), call, reference.output, "disabled")
-    assert 0 < graphs() - before <= reference.graphs
+    pipe.to(device)
+    known.discard(True)  # Without hooks below it, it is another graph.
+    check("disabled", what == "component")
     pipe.enable_omni_offload(**PLACEMENTS["streamed"])
-    with nothing_new():
-        assert_outputs(pipe, call, reference.output, "enabled once more")
+    check("enabled once more", False)
+
+
+@pytest.mark.slow
+def test_enabled_often(device: torch.device, sim: ModuleType) -> None:
+    """Other hooks below a swapped component are no reason to compile it again, up to dynamo's limit."""
+    pipe, call = tiny.build_toy(4, text_encoder=True, vae=True)
+    reference = tiny.run(pipe.to(device), call)
+    pipe.transformer.compile(backend="eager", fullgraph=True)
+    for _ in range(torch._dynamo.config.recompile_limit + 2):
+        pipe.enable_omni_offload("module")
+        assert_outputs(pipe, call, reference, "module mode")
+        pipe.disable_omni_offload()
+    assert graphs() == 1
 
 
 # ---------------------------------------------------------------------- LoRA
@@ -194,13 +218,12 @@ def resident_lora_story(device: torch.device) -> list[tuple[str, np.ndarray, int
 
 @pytest.mark.parametrize(
     ("placement", "when"),
-    [("streamed", "before"), ("module-swapped", "after"), ("mixed layers", "after")],
+    [("streamed", "before"), ("module-swapped", "after"), ("resident", "after")],
 )
 @pytest.mark.slow
 def test_lora_layers_in_compiled_blocks(device: torch.device, sim: ModuleType, placement: str, when: str) -> None:
     """Stock recompiles what gets other layers; offloaded, no more is."""
-    options = PLACEMENTS.get(placement, {"mode": "layer", "layer_options": {"transformer": {"resident_layers": 2}}})
-    found = lora_story(lambda pipe: pipe.enable_omni_offload(**options), when)
+    found = lora_story(lambda pipe: pipe.enable_omni_offload(**PLACEMENTS[placement]), when)
     for (title, output, new), (_, reference, most) in zip(found, resident_lora_story(device), strict=True):
         assert np.array_equal(output, reference), title
         assert new <= most, f"{title}: {new} new graphs, and {most} of the resident pipeline"
