@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import ModuleType
@@ -18,7 +19,7 @@ from torch import nn
 from tests import tiny
 from tests.equality import Build, assert_equal_outputs, assert_no_hazards, build_as, build_resident, outputs
 from tests.living import Feature, denoisers, enable, fast_ones, ours_left, sd3
-from tests.modes import in_every_mode
+from tests.modes import MODES, in_every_mode
 from tests.test_living_controls import load_adapters, pictured
 from tests.zoo import PIPELINES
 
@@ -104,8 +105,7 @@ CASTS_AFTER: dict[str, tuple[Build, Callable[[Any], None]]] = {
 """What casts weights that are stored in float8: loading an IP-Adapter ends with such a cast of the UNet."""
 
 
-@pytest.mark.parametrize("name", fast_ones(CASTS_AFTER, "pipe.to"))
-@in_every_mode
+@pytest.mark.parametrize(("name", "mode"), fast_ones(itertools.product(CASTS_AFTER, MODES), ("pipe.to", "mixed")))
 def test_a_cast_of_what_layerwise_casting_stores(mode: str, name: str, device: torch.device, sim: ModuleType) -> None:
     """The first forward after it computes with the weights as they were cast, and stores them in float8 again."""
     build, change = CASTS_AFTER[name]

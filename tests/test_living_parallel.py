@@ -17,8 +17,8 @@ from diffusers import ContextParallelConfig
 
 from tests import simdevice, tiny
 from tests.equality import Build, Call, build_as, build_resident
-from tests.living import denoisers, enable, ours_left, with_arguments
-from tests.modes import in_every_mode
+from tests.living import denoisers, enable, fast_ones, ours_left, with_arguments
+from tests.modes import MODES
 from tests.tiny.transformers import randomize_constants
 
 RANKS = 2
@@ -150,7 +150,7 @@ def share_by_one(dit: Any) -> None:
 
 
 @pytest.mark.parametrize("share_one", [share_by_one, share_by_two])
-@in_every_mode
+@pytest.mark.parametrize("mode", fast_ones(MODES, "mixed"))
 def test_one_process_has_nobody_to_share_with(
     mode: str, share_one: Callable[[Any], None], device: torch.device, one_process: None
 ) -> None:
@@ -164,7 +164,7 @@ def test_one_process_has_nobody_to_share_with(
     assert ours_left(pipe) == []
 
 
-@in_every_mode
+@pytest.mark.parametrize("mode", fast_ones(MODES, "mixed"))
 def test_without_a_process_group_it_is_refused(mode: str, device: torch.device) -> None:
     expected = refusal(share_by_two, *build_resident(tiny.build_flux2, device))
     pipe, call = build_as(tiny.build_flux2)
