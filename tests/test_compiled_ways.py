@@ -301,3 +301,34 @@ def test_sizes_change(device: torch.device, sim: ModuleType, placement: str, dyn
     found = sized_story(lambda pipe: pipe.enable_omni_offload(**PLACEMENTS[placement]), dynamic)
     for (output, number), (expected, most) in zip(found, reference, strict=True):
         assert np.array_equal(output, expected) and 0 < number <= most
+
+
+def _encoder(pipe: Any, backend: Backend) -> None:
+    pipe.text_encoder.encoder.compile(backend=backend)
+
+
+def _forward(pipe: Any, backend: Backend) -> None:
+    pipe.transformer.forward = torch.compile(pipe.transformer.forward, backend=backend)
+
+
+AROUND = {"a part": _encoder, "a forward": _forward}
+"""What has streamed blocks in it and is compiled behind our back: the blocks break its graph."""
+
+
+@pytest.mark.parametrize(
+    ("what", "when"),
+    fast_ones([("a part", "before"), ("a part", "after"), ("a forward", "before")], ("a part", "after")),
+)
+def test_around_streamed_blocks(device: torch.device, sim: ModuleType, what: str, when: str) -> None:
+    """Loading a block isn't traced: it stays between the graphs, which are compiled once."""
+    pipe, call = WAN.fresh()
+    backend = Backend()
+    if when == "before":
+        AROUND[what](pipe, backend)
+    handle = pipe.enable_omni_offload(**PLACEMENTS["streamed"])
+    if when == "after":
+        AROUND[what](pipe, backend)
+    assert_outputs(pipe, call, plain(device), what)
+    compiled, calls, loads = backend.compiled, backend.calls, handle.loads
+    assert_outputs(pipe, call, plain(device), what)
+    assert backend.compiled == compiled > 0 and backend.calls > calls and handle.loads > loads
