@@ -109,6 +109,11 @@ def use_freeu(pipe: Any) -> None:
     pipe.enable_freeu(s1=0.9, s2=0.2, b1=1.3, b2=1.4)
 
 
+def use_freeu_and_stop(pipe: Any) -> None:
+    use_freeu(pipe)
+    pipe.disable_freeu()
+
+
 def slice_attention(pipe: Any) -> None:
     pipe.enable_attention_slicing(1)
 
@@ -118,6 +123,7 @@ def put_channels_last(pipe: Any) -> None:
 
 
 FLUX, WAN, SDXL = (PIPELINES[name] for name in ("FluxPipeline", "WanPipeline", "StableDiffusionXLPipeline"))
+SD, ANIMATE = PIPELINES["StableDiffusionPipeline"], PIPELINES["AnimateDiffPipeline"]
 CASES: dict[str, tuple[Build, Callable[[Any], None], bool]] = {
     "processors, sd3": (sd3, set_louder, True),
     "processors with weights, sd3": (sd3, set_weighted, True),
@@ -135,6 +141,9 @@ CASES: dict[str, tuple[Build, Callable[[Any], None], bool]] = {
     "fused by the pipeline, with the VAE, sdxl": (SDXL, fuse_by_pipeline, False),
     "classic processor, sdxl": (SDXL, set_classic, True),
     "freeu, sdxl": (SDXL, use_freeu, True),
+    "freeu, sd": (SD, use_freeu, True),
+    "freeu, animatediff": (ANIMATE, use_freeu, True),
+    "freeu and back, sdxl": (SDXL, use_freeu_and_stop, False),
     "attention slicing, sdxl": (SDXL, slice_attention, True),
     "channels last, sdxl": (SDXL, put_channels_last, True),
 }

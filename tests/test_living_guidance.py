@@ -140,6 +140,15 @@ GUIDERS: dict[str, Callable[[str], Any]] = {
     "adaptive projected": lambda name: diffusers.AdaptiveProjectedGuidance(guidance_scale=3.0),
     "zero star": lambda name: diffusers.ClassifierFreeZeroStarGuidance(guidance_scale=3.0),
     "tangential": lambda name: diffusers.TangentialClassifierFreeGuidance(guidance_scale=3.0),
+    "adaptive projected, mixed": lambda name: diffusers.AdaptiveProjectedMixGuidance(
+        guidance_scale=3.0, adaptive_projected_guidance_start_step=1
+    ),
+    "smoothed energy": lambda name: diffusers.SmoothedEnergyGuidance(
+        guidance_scale=3.0,
+        seg_guidance_config=diffusers.SmoothedEnergyGuidanceConfig(indices=layers(name).indices, fqn=layers(name).fqn),
+        seg_guidance_start=0.0,
+        seg_guidance_stop=1.0,
+    ),
 }
 
 
@@ -166,6 +175,30 @@ def guided(name: str, guider: str) -> Feature:
 def test_a_guider(mode: str, name: str, guider: str, device: torch.device) -> None:
     """It puts hooks on the DiT before each of a step's forwards, and takes them off again."""
     guided(name, guider).check(mode, "after", device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sd3", "wan"])
+@in_every_mode
+def test_a_guider_that_fails(mode: str, name: str, device: torch.device, sim: ModuleType) -> None:
+    """As without offload; and the next guider works."""
+    resident, call = build_resident(MODULAR[name], device)
+    pipe, _ = MODULAR[name]()
+    enable(pipe, mode)
+    errors, found = [], []
+    for each in (resident, pipe):
+        found.append([tiny.run(each, call)])
+        each.update_components(guider=GUIDERS["perturbed attention"](name))
+        with pytest.raises(Exception) as raised:
+            tiny.run(each, call)
+        errors.append((raised.type, str(raised.value)))
+        each.update_components(guider=GUIDERS["skip layers"](name))
+        found[-1].append(tiny.run(each, call))
+    assert errors[0] == errors[1]
+    assert all(map(np.array_equal, *found)) and not np.array_equal(*found[0])
+    assert_no_hazards(sim, f"{name}, {mode}")
+    pipe.disable_omni_offload()
+    assert ours_left(pipe) == []
 
 
 class Steps:
