@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.eval_frame import _TorchDynamoContext, innermost_backend
 
 Function = Callable[..., Any]
 Compiler = Callable[[Function], Function]
 
 #: Modes of torch.compile that record CUDA graphs, which read the same addresses each time.
 _CAPTURING_MODES = ("reduce-overhead", "max-autotune")
+_CAPTURING_BACKEND = "cudagraphs"
 
 
 @dataclass(frozen=True)
@@ -90,9 +92,8 @@ class Region:
 
     def _compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the module's forward; arguments are those of `torch.compile`."""
-        self._rules.require(
-            self._path, fullgraph=bool(kwargs.get("fullgraph")), captured=_captures(kwargs.get("mode"), kwargs)
-        )
+        captured = _asks_for_capture(kwargs)
+        self._rules.require(self._path, fullgraph=bool(kwargs.get("fullgraph")), captured=captured)
         self._compiler = lambda function: torch.compile(function, *args, **kwargs)
         self._compile_with(self._compiler)
 
@@ -110,7 +111,7 @@ class Region:
 
 def compiler_of(module: nn.Module) -> Compiler | None:
     """What `module.compile()` was done with: it compiles another function in the same way. None if it wasn't done."""
-    compiled = vars(module).get("_compiled_call_impl")
+    compiled = _compiled(module)
     return None if compiled is None else _context_of(compiled)
 
 
@@ -120,7 +121,7 @@ def require_compilable(module: nn.Module, path: str, rules: CompileRules) -> Non
     Raises:
         TypeError: it says what to do instead.
     """
-    compiled = vars(module).get("_compiled_call_impl")
+    compiled = _compiled(module)
     if compiled is None:
         return
     context = _context_of(compiled)
@@ -129,8 +130,17 @@ def require_compilable(module: nn.Module, path: str, rules: CompileRules) -> Non
             f"{path} is compiled in a way that can't be continued while it is offloaded. Enable offload first, then "
             "compile it."
         )
-    options = getattr(context, "compiler_config", None) or {}
-    rules.require(path, fullgraph=bool(getattr(context, "fullgraph", False)), captured=_captures(None, options))
+    backend = innermost_backend(context.callback)
+    captured = getattr(backend, "compiler_name", None) == _CAPTURING_BACKEND or _captures(
+        getattr(backend, "config", {})
+    )
+    rules.require(path, fullgraph=bool(getattr(context, "fullgraph", False)), captured=captured)
+
+
+def _compiled(module: nn.Module) -> Function | None:
+    compiled: Function | None = vars(module).get("_compiled_call_impl")
+    # `compile(disable=True)` leaves the module's own method there.
+    return None if compiled == module._call_impl else compiled
 
 
 def _context_of(compiled: Function) -> Any:
@@ -139,11 +149,16 @@ def _context_of(compiled: Function) -> Any:
     if code is None or cells is None:
         return None
     context = dict(zip(code.co_freevars, cells, strict=True)).get("self")
-    if context is None or not isinstance(context.cell_contents, torch._dynamo.eval_frame._TorchDynamoContext):
+    if context is None or not isinstance(context.cell_contents, _TorchDynamoContext):
         return None
     return context.cell_contents
 
 
-def _captures(mode: object, options: Mapping[str, Any]) -> bool:
-    chosen = options.get("options") or options
-    return mode in _CAPTURING_MODES or bool(chosen.get("triton.cudagraphs"))
+def _asks_for_capture(arguments: Mapping[str, Any]) -> bool:
+    """Whether arguments of `torch.compile` ask for CUDA graphs."""
+    is_by_name = arguments.get("mode") in _CAPTURING_MODES or arguments.get("backend") == _CAPTURING_BACKEND
+    return is_by_name or _captures(arguments.get("options") or {})
+
+
+def _captures(options: Mapping[str, Any]) -> bool:
+    return bool(options.get("triton.cudagraphs"))

@@ -86,3 +86,17 @@ def test_an_audit_takes_less_than_a_millisecond_for_1000_leaves() -> None:
     audit = real.audit(enough=0.95)
     assert audit.leaves == 40 * real.LEAVES and audit.modules == 40 * 24
     assert audit.ms_per_1000_leaves < 1
+
+
+@pytest.mark.timing
+def test_so_does_an_audit_with_a_lora_on_every_layer() -> None:
+    audit = real.audit(enough=0.95, lora=True)
+    assert audit.leaves == 40 * (real.LEAVES + 2 * real.LINEAR_LAYERS)
+    assert audit.ms_per_1000_leaves < 1
+
+
+@pytest.mark.timing
+def test_python_per_block_call_grows_with_the_leaves_of_a_lora(sim: ModuleType) -> None:
+    calls, leaves = real.python_per_block_with_lora(torch.device("sim", 0))
+    assert leaves == real.LEAVES + 2 * real.LINEAR_LAYERS
+    assert calls.ratio <= leaves / real.LEAVES, f"{calls.ours * 1e6:.1f} us against {calls.other * 1e6:.1f} us"

@@ -175,6 +175,7 @@ class PlanBackend(OffloadBackend):
             is_still = set(offloaded).isdisjoint(component.module.modules())
             self.runner.add(component.path, plan.group(component), is_still=is_still)
         self.masters.pack(units, self.residency.leaves, undo)
+        self.lora.look()
         self.residency.place(self.masters.held(), undo)
         return_freed_host_memory()
         tell_of_move(module for component in components for module in component.module.modules())

@@ -218,8 +218,8 @@ def require_continuable(plan: ResolvedPlan) -> None:
     for stack in plan.stacks:
         for index, block in enumerate(stack.blocks):
             require_compilable(block, stack.path(index), CompileRules(captured=index not in stack.streamed))
-    for path in plan.swapped:
-        for name, part in plan.module(path).named_modules(prefix=path):
+    for path, whole in (*plan.streamed_blocks(), *((path, plan.module(path)) for path in plan.swapped)):
+        for name, part in whole.named_modules(prefix=path):
             require_compilable(part, name, CompileRules())
 
 

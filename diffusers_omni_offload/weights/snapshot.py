@@ -13,7 +13,27 @@ from torch import nn
 from diffusers_omni_offload.weights.leaves import Leaf, as_plain_tensors
 
 _identical = operator.is_
-_pointer, _stride = torch.Tensor.data_ptr, torch.Tensor.stride
+_pointer, _numel, _stride = torch.Tensor.data_ptr, torch.Tensor.numel, torch.Tensor.stride
+
+
+#: What follows the last value, so that one more or one less shows.
+_END = object()
+
+_ALL = ("_modules", "_parameters", "_buffers")
+
+#: What the forwards of these classes read; LoRA layers have many of them. Nothing else in them can count.
+_READ: dict[type, tuple[str, ...]] = {
+    nn.Identity: (),
+    nn.Dropout: (),
+    nn.GELU: (),
+    nn.SiLU: (),
+    nn.Linear: ("_parameters",),
+    nn.LayerNorm: ("_parameters",),
+    nn.ModuleDict: ("_modules",),
+    nn.ModuleList: ("_modules",),
+    nn.Sequential: ("_modules",),
+    nn.ParameterDict: ("_parameters",),
+}
 
 
 class Snapshot:
@@ -27,13 +47,13 @@ class Snapshot:
     """
 
     def __init__(self, modules: Iterable[nn.Module], leaves: Sequence[Leaf]) -> None:
-        self._tables: list[dict[str, Any]] = [
-            table for module in modules for table in (module._modules, module._parameters, module._buffers)
+        tables: list[dict[str, Any]] = [
+            vars(module)[name] for module in modules for name in _READ.get(type(module), _ALL)
         ]
-        self._lengths = list(map(len, self._tables))
-        # Most tables are empty; one that gets an entry shows in the lengths.
-        self._filled = [table for table in self._tables if table]
-        self._values = list(chain.from_iterable(map(dict.values, self._filled)))
+        # Most tables are empty.
+        self._empty = [table for table in tables if not table]
+        self._filled = [table for table in tables if table]
+        self._values = [*chain.from_iterable(map(dict.values, self._filled)), _END]
         self._tensors = [leaf.tensor for leaf in leaves]
         # Parts of quantized weights, which no table shows.
         parts = [leaf for leaf in leaves if leaf.holder is not None]
@@ -44,19 +64,20 @@ class Snapshot:
     def is_current(self) -> bool:
         """Whether nothing was added, removed, replaced, reshaped, cast or given another storage."""
         return (
-            list(map(len, self._tables)) == self._lengths
-            and all(map(_identical, chain.from_iterable(map(dict.values, self._filled)), self._values))
+            not any(self._empty)
+            and all(map(_identical, chain(chain.from_iterable(map(dict.values, self._filled)), (_END,)), self._values))
             and all(map(_identical, map(getattr, self._holders, self._attributes, repeat(None)), self._parts))
             and self._read() == self._state
         )
 
     def _read(self) -> tuple[list[Any], ...]:
-        # Four plain lists: a tuple for each tensor would cost a third more.
+        # Four plain lists: a tuple for each tensor would cost a third more. With the same strides and as many elements a
+        # tensor of another shape would have to overlap itself.
         tensors = self._tensors
         with as_plain_tensors():
             return (
                 list(map(_pointer, tensors)),
                 [tensor.dtype for tensor in tensors],
-                [tensor.shape for tensor in tensors],
+                list(map(_numel, tensors)),
                 list(map(_stride, tensors)),
             )

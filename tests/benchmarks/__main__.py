@@ -64,7 +64,8 @@ def measured() -> Iterator[str]:
     python = real.python_per_block(torch.device("sim", 0))
     packing = real.packing()
     parts = real.packing_profile()
-    audit = real.audit()
+    audit, audit_with_lora = real.audit(), real.audit(lora=True)
+    lora, leaves = real.python_per_block_with_lora(torch.device("sim", 0))
     rows = [
         ["Python per block call, ours", f"{python.ours * 1e6:.1f} us"],
         ["Python per block call, group offload with streams", f"{python.other * 1e6:.1f} us"],
@@ -75,6 +76,8 @@ def measured() -> Iterator[str]:
         *([f"  of 256 MiB: {name}", f"{milliseconds:.2f} ms"] for name, milliseconds in parts.items()),
         [f"audit of {audit.leaves:,} leaves in {audit.modules} modules", f"{audit.seconds * 1e3:.2f} ms"],
         ["audit of 1,000 leaves", f"{audit.ms_per_1000_leaves:.2f} ms"],
+        ["audit of 1,000 leaves, a LoRA on every linear layer", f"{audit_with_lora.ms_per_1000_leaves:.2f} ms"],
+        [f"Python per block call, LoRA ({leaves} leaves) / none ({real.LEAVES})", f"{lora.ratio:.2f}"],
     ]
     yield format_table(f"real, CPU host only: 26 leaves a block, torch {torch.__version__}", ["what", "time"], rows)
 

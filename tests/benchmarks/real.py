@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import torch
 from diffusers.hooks import apply_group_offloading
+from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 import diffusers_omni_offload
@@ -21,8 +22,9 @@ from diffusers_omni_offload.weights.pinning import PinnedBudget
 from tests import simdevice
 from tests.benchmarks.stacks import StackPipeline, WanLikeBlock, build
 
-#: Leaves of the block whose call is timed.
+#: Leaves and linear layers of the block whose call is timed.
 LEAVES = 26
+LINEAR_LAYERS = 10
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,30 @@ def python_per_block(device: torch.device, num_blocks: int = 12, rounds: int = 7
             return alternate(_block_timer(ours, device), _block_timer(theirs, device), rounds)
     finally:
         handle.disable()
+
+
+def python_per_block_with_lora(device: torch.device, num_blocks: int = 12, rounds: int = 7) -> tuple[SideBySide, int]:
+    """CPU time of a block call: with a LoRA on every linear layer against without, and the leaves of such a block."""
+    if device.type == "sim":
+        simdevice.configure(race=0, verify_source=0, defer=0)
+    with_lora, without = trivial_pipeline(num_blocks), trivial_pipeline(num_blocks)
+    add_lora(with_lora)
+    enable = diffusers_omni_offload.enable_omni_offload
+    handles = [enable(pipe, "layer", device=device) for pipe in (with_lora, without)]
+    leaves = len(find_leaves(with_lora.transformer.blocks()[0], ""))
+    try:
+        with torch.no_grad(), handles[0].call(), handles[1].call():
+            return alternate(_block_timer(with_lora, device), _block_timer(without, device), rounds), leaves
+    finally:
+        for handle in handles:
+            handle.disable()
+
+
+def add_lora(pipe: StackPipeline) -> None:
+    """Put a LoRA of rank 1 on every linear layer of every block."""
+    for block in pipe.transformer.blocks():
+        names = [path for path, module in block.named_modules() if isinstance(module, nn.Linear)]
+        inject_adapter_in_model(LoraConfig(r=1, target_modules=names), block)
 
 
 def _block_timer(pipe: StackPipeline, device: torch.device) -> Callable[[], float]:
@@ -206,16 +232,21 @@ class Audit:
         return 1e3 * self.seconds / self.leaves * 1000
 
 
-def audit(num_blocks: int = 40, rounds: int = 30, enough: float = 0.0, patience: float = 10.0) -> Audit:
+def audit(
+    num_blocks: int = 40, rounds: int = 30, enough: float = 0.0, patience: float = 10.0, lora: bool = False
+) -> Audit:
     """The CPU time of the best of several audits, as at the start of a call, of blocks with 26 leaves each.
 
     Args:
         num_blocks: blocks of the stack.
+        lora: whether every linear layer of them has a LoRA, and so two leaves more.
         rounds: audits at least.
         enough: go on, for `patience` seconds at most, until one took at most so many ms for 1,000 leaves.
         patience: see `enough`.
     """
     pipe = build("Wan-like", num_blocks, width=8)
+    if lora:
+        add_lora(pipe)
     handle = diffusers_omni_offload.enable_omni_offload(pipe, "layer", device="cpu")
     backend = handle.backend
     blocks = pipe.transformer.blocks()
