@@ -80,7 +80,10 @@ def resident(name: str, device: torch.device) -> list[np.ndarray]:
 @pytest.mark.parametrize(
     ("name", "place", "when"),
     fast_ones(
-        [(name, place, when) for name in PIPES for place in PLACES for when in ("before", "after")],
+        [
+            *[("clip", place, "before") for place in PLACES],
+            *[(name, place, "after") for name in PIPES for place in PLACES if name == "clip" or place != "layer"],
+        ],
         ("clip", "streamed", "after"),
         ("clip", "module", "before"),
     ),
