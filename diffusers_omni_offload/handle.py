@@ -12,9 +12,11 @@ from torch import nn
 
 from diffusers_omni_offload.backends import Counters, PlanBackend
 from diffusers_omni_offload.config import OffloadConfig
+from diffusers_omni_offload.declarations import a_type
 from diffusers_omni_offload.hooks import COMPONENT_HOOK, owned_hook
 from diffusers_omni_offload.messages import format_bytes
 from diffusers_omni_offload.topology.discovery import iterate_modules
+from diffusers_omni_offload.topology.paths import MissingPathError, lookup
 from diffusers_omni_offload.topology.plan import ResolvedPlan
 
 #: Where a pipeline keeps its handle.
@@ -179,6 +181,8 @@ class OffloadHandle:
         current = dict(iterate_modules(pipeline))
         for path in {**self._modules, **current}:
             before, now = self._modules.get(path), current.get(path)
+            if now is None:
+                _require_no_stand_in(pipeline, path)
             if before is now and now is not None and owned_hook(now, COMPONENT_HOOK) is not None:
                 continue
             if any(path == name or name.startswith(f"{path}.") for name in self._offloaded):
@@ -197,3 +201,16 @@ class OffloadHandle:
                 self._modules[path] = now
             else:
                 del self._modules[path]
+
+
+def _require_no_stand_in(pipeline: Any, path: str) -> None:
+    """Refuse an object that is no module where a component was: nobody knows what it holds of that."""
+    try:
+        found = lookup(pipeline, path)
+    except MissingPathError:
+        return
+    if found is not None:
+        raise RuntimeError(
+            f"{path} was replaced by {a_type(found)}, which is no nn.Module, since offload was enabled. Call "
+            "disable_omni_offload(), or put the component back and wrap its methods instead."
+        )

@@ -105,11 +105,11 @@ class EntryHook(_OwnedHook):
         self._device, self._run, self._is_inside = device, run, is_inside
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        run, inner = self._run, cast(Callable[..., Any], self.fn_ref.original_forward)
-        # What is being compiled here is the component around this part, which is running then.
-        if run is None or torch.compiler.is_compiling() or self._is_inside():
+        inner = cast(Callable[..., Any], self.fn_ref.original_forward)
+        # What is being compiled is the component around this part, which is running then.
+        if torch.compiler.is_compiling() or self._run is None or self._is_inside():
             return inner(*args, **kwargs)
-        return run(inner, move_to_device(args, self._device), move_to_device(kwargs, self._device))
+        return self._run(inner, move_to_device(args, self._device), move_to_device(kwargs, self._device))
 
 
 class ExecutionDeviceHook:
@@ -184,6 +184,8 @@ def install_innermost(
     place = max((registry._hook_order.index(reader) + 1 for reader in _readers(registry)), default=0)
     if place == len(references):
         registry.register_hook(hook, name)
+        if isinstance(hook, EntryHook):
+            module.forward = _traceable(module, hook)
         hook.installed = module.forward
         reference: Any = hook.fn_ref
         reference.original_forward = _region(module, reference.original_forward, hook, rules)
@@ -201,6 +203,17 @@ def install_innermost(
         registry._hook_order.insert(place, name)
         references.insert(place, reference)
     _registry_changed(registry)
+
+
+def _traceable(module: nn.Module, hook: EntryHook) -> Callable[..., Any]:
+    """What `register_hook` has put at `forward`, in a form that the compiler knows again when offload is enabled anew:
+    of a function it looks at the code, of a `functools.partial` at the object."""
+
+    @functools.wraps(module.forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return hook.new_forward(module, *args, **kwargs)
+
+    return forward
 
 
 def is_misplaced(module: nn.Module, name: str) -> bool:

@@ -71,8 +71,8 @@ class Snapshot:
         )
 
     def _read(self) -> tuple[list[Any], ...]:
-        # Four plain lists: a tuple for each tensor would cost a third more. With the same strides and as many elements a
-        # tensor of another shape would have to overlap itself.
+        # Four plain lists: a tuple for each tensor would cost a third more. With the same strides and as many elements
+        # a tensor of another shape would have to overlap itself.
         tensors = self._tensors
         with as_plain_tensors():
             return (
