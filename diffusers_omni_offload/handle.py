@@ -181,11 +181,12 @@ class OffloadHandle:
         current = dict(iterate_modules(pipeline))
         for path in {**self._modules, **current}:
             before, now = self._modules.get(path), current.get(path)
+            is_offloaded = any(path == name or name.startswith(f"{path}.") for name in self._offloaded)
             if now is None:
-                _require_no_stand_in(pipeline, path)
+                _require_no_stand_in(pipeline, path, is_offloaded)
             if before is now and now is not None and owned_hook(now, COMPONENT_HOOK) is not None:
                 continue
-            if any(path == name or name.startswith(f"{path}.") for name in self._offloaded):
+            if is_offloaded:
                 what = "removed" if now is None else "replaced"
                 raise RuntimeError(
                     f"{path} is offloaded and was {what} since offload was enabled. Call disable_omni_offload() and "
@@ -203,7 +204,7 @@ class OffloadHandle:
                 del self._modules[path]
 
 
-def _require_no_stand_in(pipeline: Any, path: str) -> None:
+def _require_no_stand_in(pipeline: Any, path: str, is_offloaded: bool) -> None:
     """Refuse an object that is no module where a component was: nobody knows what it holds of that."""
     try:
         found = lookup(pipeline, path)
@@ -211,6 +212,6 @@ def _require_no_stand_in(pipeline: Any, path: str) -> None:
         return
     if found is not None:
         raise RuntimeError(
-            f"{path} was replaced by {a_type(found)}, which is no nn.Module, since offload was enabled. Call "
-            "disable_omni_offload(), or put the component back and wrap its methods instead."
+            f"{path} {'is offloaded and ' if is_offloaded else ''}was replaced by {a_type(found)}, which is no nn.Module, "
+            "since offload was enabled. Call disable_omni_offload(), or put the component back and wrap its methods instead."
         )
