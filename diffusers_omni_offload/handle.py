@@ -211,7 +211,8 @@ def _require_no_stand_in(pipeline: Any, path: str, is_offloaded: bool) -> None:
     except MissingPathError:
         return
     if found is not None:
+        offloaded = "is offloaded and " if is_offloaded else ""
         raise RuntimeError(
-            f"{path} {'is offloaded and ' if is_offloaded else ''}was replaced by {a_type(found)}, which is no nn.Module, "
-            "since offload was enabled. Call disable_omni_offload(), or put the component back and wrap its methods instead."
+            f"{path} {offloaded}was replaced by {a_type(found)}, which is no nn.Module, since offload was enabled. "
+            "Call disable_omni_offload(), or put the component back and wrap its methods instead."
         )
