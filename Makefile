@@ -32,7 +32,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@touch $@
 
 demo: setup
-	@$(BIN)/python -m diffusers_omni_offload.demo
+	@$(BIN)/python diffusers_omni_offload/demo/__main__.py
 
 # The simulated device is compiled once, before any worker could start to.
 simulated-device: setup

@@ -19,7 +19,7 @@ from diffusers import (
     PyramidAttentionBroadcastConfig,
     TaylorSeerCacheConfig,
 )
-from diffusers.hooks import SeaCacheConfig
+from diffusers.hooks import SeaCacheConfig, TextKVCacheConfig
 
 from tests import tiny
 from tests.equality import Call, assert_no_hazards, build_as
@@ -210,3 +210,21 @@ def hooked(pipe: Any) -> list[torch.nn.Module]:
 def test_caches_and_offload_in_any_order(name: str, seed: int, device: torch.device, sim: ModuleType) -> None:
     walk(name, seed, 12, device)
     assert_no_hazards(sim, f"seed {seed}")
+
+
+NUCLEUS = Feature(
+    PIPELINES["NucleusMoEImagePipeline"],
+    lambda pipe: pipe.transformer.enable_cache(TextKVCacheConfig()),
+    shows=False,
+)
+
+
+@pytest.mark.parametrize(
+    ("mode", "when"),
+    fast_ones(
+        [(mode, when) for mode in MODES for when in ("before", "after")], ("layer", "before"), ("layer", "after")
+    ),
+)
+def test_a_cache_that_uses_parts_of_a_block_itself(mode: str, when: str, device: torch.device) -> None:
+    """Its hook calls them before it calls the block, so it has to run inside of ours."""
+    NUCLEUS.check(mode, when, device)

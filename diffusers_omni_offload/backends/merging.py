@@ -33,6 +33,7 @@ class Merging:
         self._masters, self._device = masters, device
         self._layers: list[tuple[Any, Master]] = []
         self._pending: dict[Master, list[Any]] = {}
+        self._homes: dict[int, Master] = {}
 
     def look(self) -> None:
         """Find the layers that are there now."""
@@ -59,27 +60,26 @@ class Merging:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Between forwards: layers that merge or unmerge in the body do it on the device."""
+        """Between forwards: layers that merge or unmerge in the body do it on the device.
+
+        Methods of pipelines call those of models, so it may be entered again inside.
+        """
         self.look()
-        homes, layers = self._homes(), dict.fromkeys(layer for layer, _ in self._layers)
-        for layer in layers:
+        self._homes = {id(tensor): master for master in self._masters for tensor in master.tensors}
+        ours = []
+        for layer in dict.fromkeys(layer for layer, _ in self._layers):
             for name in _METHODS:
-                vars(layer)[name] = functools.wraps(getattr(layer, name))(
-                    functools.partial(self._run, homes, layer, getattr(layer, name))
-                )
+                if name not in vars(layer):
+                    method = getattr(layer, name)
+                    vars(layer)[name] = functools.wraps(method)(functools.partial(self._run, layer, method))
+                    ours.append((layer, name))
         try:
             yield
         finally:
-            for layer in layers:
-                for name in _METHODS:
-                    vars(layer).pop(name, None)
+            for layer, name in ours:
+                vars(layer).pop(name, None)
 
-    def _homes(self) -> dict[int, Master]:
-        return {id(tensor): master for master in self._masters for tensor in master.tensors}
-
-    def _run(
-        self, homes: dict[int, Master], layer: Any, method: Callable[..., None], *args: Any, **kwargs: Any
-    ) -> None:
+    def _run(self, layer: Any, method: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         # All of it, since a layer that is being loaded has leaves that no master has yet.
         host = torch.device("cpu")
         away = [leaf.tensor for leaf in find_leaves(layer, "") if leaf.tensor.device == host]
@@ -88,7 +88,7 @@ class Merging:
             method(*args, **kwargs)
         finally:
             for leaf in find_leaves(layer, "") if away else ():
-                master = homes.get(id(leaf.tensor))
+                master = self._homes.get(id(leaf.tensor))
                 is_home = master is not None and master.take_home(leaf.tensor)
                 if not is_home and leaf.tensor.device == self._device:
                     # A new weight, as a quantized one gets: the next audit packs it.

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-import diffusers_omni_offload  # noqa: F401 - gives pipelines `enable_omni_offload`
-from diffusers_omni_offload.demo import pick_device, tiny_wan
-from diffusers_omni_offload.messages import format_bytes
+# Where torchao is installed, much is said about it when it is imported. Run as a file, this comes before that.
+for library in ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer"):
+    logging.getLogger(library).setLevel(logging.ERROR)
+
+import diffusers_omni_offload  # noqa: E402, F401 - gives pipelines `enable_omni_offload`
+from diffusers_omni_offload.demo import pick_device, tiny_wan  # noqa: E402
+from diffusers_omni_offload.messages import format_bytes  # noqa: E402
 
 
 def printer() -> Callable[[str], None]:

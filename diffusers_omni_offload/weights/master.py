@@ -103,6 +103,8 @@ class Master:
         Returns:
             Whether they fit there; if not, nothing is done.
         """
+        if id(tensor) not in self._places:
+            return False
         view, p = self._places[id(tensor)]
         with torch.inference_mode(False), as_plain_tensors():
             if (tensor.dtype, tensor.shape, tensor.stride()) != (p.dtype, p.shape, p.stride):

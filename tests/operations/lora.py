@@ -121,6 +121,11 @@ def delete_while_fused(subject: Subject) -> None:
     subject.pipe.delete_adapters("style")
 
 
+@operation("`fuse_lora`, text encoders too", load_text, families=("SD3",))
+def fuse_text(subject: Subject) -> None:
+    subject.fuse(lora_scale=0.7)
+
+
 @operation("`fuse_lora` and `unfuse_lora`, text encoders too", load_text, families=("SD3",))
 def fuse_and_unfuse_text(subject: Subject) -> None:
     subject.fuse(lora_scale=0.7)
@@ -203,6 +208,8 @@ also_in_bfloat16(
     "`fuse_lora(lora_scale=0.7)`",
     "`fuse_lora(safe_fusing=True)`",
     "`unfuse_lora`",
+    "`fuse_lora`, text encoders too",
+    "`fuse_lora` and `unfuse_lora`, text encoders too",
     "`fuse_lora`, then `unload_lora_weights`",
     "`fuse_lora`, then `disable_lora`",
     "`set_adapters` while fused",
