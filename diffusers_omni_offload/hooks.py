@@ -230,7 +230,10 @@ def _readers(registry: HookRegistry) -> list[str]:
 
 
 def _region(module: nn.Module, forward: Callable[..., Any], hook: _OwnedHook, rules: CompileRules) -> Region:
-    return forward if isinstance(forward, Region) else Region(module, forward, hook.path, rules)
+    if isinstance(forward, Region):
+        forward.restrict(rules)
+        return forward
+    return Region(module, forward, hook.path, rules)
 
 
 def remove_owned(module: nn.Module, name: str) -> None:

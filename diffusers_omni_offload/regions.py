@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.eval_frame import _TorchDynamoContext, innermost_backend
 
 Function = Callable[..., Any]
 Compiler = Callable[[Function], Function]
@@ -55,8 +54,8 @@ class CompileRules:
             )
 
 
-#: Of a module that stays where it is, with all that is in it.
-UNMOVED = CompileRules(captured=True)
+#: Of a module that stays where it is, with all that is in it, and of one that moves as a whole.
+UNMOVED, MOVED = CompileRules(captured=True), CompileRules()
 
 
 class Region:
@@ -71,7 +70,8 @@ class Region:
 
     def __init__(self, module: nn.Module, forward: Function, path: str, rules: CompileRules) -> None:
         functools.update_wrapper(self, forward)
-        self.__self__, self.forward = module, forward
+        self.forward = forward
+        self.__self__ = module  # As a bound method has it, by which others tell whose forward this is.
         self._path, self._rules = path, rules
         self._run = forward
         self._compiler = compiler_of(module)
@@ -81,6 +81,11 @@ class Region:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(*args, **kwargs)
+
+    def restrict(self, rules: CompileRules) -> None:
+        """Another hook of ours stands around the module, too: both have to allow what is compiled."""
+        blocks = self._rules.blocks or rules.blocks
+        self._rules = CompileRules(blocks, self._rules.captured and rules.captured)
 
     def give_back(self) -> None:
         """The last hook of ours is gone: the module is compiled as it would be without us."""
@@ -130,7 +135,7 @@ def require_compilable(module: nn.Module, path: str, rules: CompileRules) -> Non
             f"{path} is compiled in a way that can't be continued while it is offloaded. Enable offload first, then "
             "compile it."
         )
-    backend = innermost_backend(context.callback)
+    backend = torch._dynamo.eval_frame.innermost_backend(context.callback)
     captured = getattr(backend, "compiler_name", None) == _CAPTURING_BACKEND or _captures(
         getattr(backend, "config", {})
     )
@@ -148,10 +153,10 @@ def _context_of(compiled: Function) -> Any:
     code, cells = getattr(compiled, "__code__", None), getattr(compiled, "__closure__", None)
     if code is None or cells is None:
         return None
-    context = dict(zip(code.co_freevars, cells, strict=True)).get("self")
-    if context is None or not isinstance(context.cell_contents, _TorchDynamoContext):
+    found = dict(zip(code.co_freevars, cells, strict=True)).get("self")
+    if found is None or not isinstance(found.cell_contents, torch._dynamo.eval_frame._TorchDynamoContext):
         return None
-    return context.cell_contents
+    return found.cell_contents
 
 
 def _asks_for_capture(arguments: Mapping[str, Any]) -> bool:

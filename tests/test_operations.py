@@ -31,13 +31,14 @@ QUICK = (
     "`fuse_lora`, then `unload_lora_weights`, in bfloat16",
 )
 """Operations that between them change weights in every way there is; the rest is slow."""
+REFUSED_BY_STOCK = ("a name that is taken already",)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("name", QUICK)
 def test_an_operation_comes_to_the_same(name: str, placement: str, device: torch.device) -> None:
     found = outcome_of(OPERATIONS[name], SD3, placement, device)
-    assert found.result in (EQUAL, REFUSED), found.detail
+    assert found.result == (REFUSED if name in REFUSED_BY_STOCK else EQUAL), found.detail
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

@@ -21,7 +21,7 @@ _STRAY_ENTRIES = 3
 
 
 class ComponentRunner:
-    """Runs components in their pipeline's call scope.
+    """Runs components in their pipeline's call scope. What moves weights isn't traced by the compiler.
 
     Args:
         streamer: what streams blocks.

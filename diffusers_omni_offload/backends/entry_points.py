@@ -12,7 +12,7 @@ from torch import nn
 
 from diffusers_omni_offload import hooks
 from diffusers_omni_offload.declarations import a_type
-from diffusers_omni_offload.regions import CompileRules
+from diffusers_omni_offload.regions import MOVED
 from diffusers_omni_offload.topology.paths import MissingPathError, lookup
 
 #: Methods of diffusers' and transformers' models that pipelines call.
@@ -83,7 +83,7 @@ class EntryPoints:
                 continue  # Another component that is swapped holds it, too.
             self.parts.append(part)
             hook = hooks.EntryHook(f"{self._path}.{name}", self._device, self._run, self._is_inside)
-            hooks.install_innermost(part, hook, hooks.ENTRY_HOOK, CompileRules())
+            hooks.install_innermost(part, hook, hooks.ENTRY_HOOK, MOVED)
 
     def remove(self) -> None:
         """Leave every way as it was."""

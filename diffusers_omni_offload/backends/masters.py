@@ -9,16 +9,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from diffusers.utils import logging as diffusers_logging
 from torch import nn
 
 from diffusers_omni_offload.backends.sharing import shared_leaves
 from diffusers_omni_offload.platform import Platform, return_freed_host_memory
 from diffusers_omni_offload.topology.plan import ResolvedPlan
-from diffusers_omni_offload.weights.kinds import settle_weights
+from diffusers_omni_offload.weights.bitsandbytes import put_in_order
 from diffusers_omni_offload.weights.leaves import Leaf, distinct_leaves, move_back, require_plain
 from diffusers_omni_offload.weights.master import Master
 from diffusers_omni_offload.weights.pinning import PinnedBudget
+from diffusers_omni_offload.weights.wrappers import Home, move_wrappers, move_wrappers_back
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,10 +32,14 @@ class Unit:
     module: nn.Module
     apart: frozenset[nn.Module] = frozenset()
 
-    def leaves(self, exclude: AbstractSet[int] = frozenset()) -> list[Leaf]:
-        """Its parameters and buffers, each once, without those whose `id` is in `exclude`."""
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """(path, module) for each of its modules."""
         modules = self.module.named_modules(prefix=self.path)
-        return distinct_leaves(((path, module) for path, module in modules if module not in self.apart), exclude)
+        return ((path, module) for path, module in modules if module not in self.apart)
+
+    def leaves(self, exclude: AbstractSet[int] = frozenset()) -> list[Leaf]:
+        """Its leaves, each once, without those whose `id` is in `exclude`."""
+        return distinct_leaves(self.named_modules(), exclude)
 
 
 def units_of(plan: ResolvedPlan) -> list[Unit]:
@@ -77,7 +83,7 @@ class Masters:
     def modules(self) -> Iterator[tuple[nn.Module, Master]]:
         """All modules of what is offloaded, with their masters; one in two units comes twice."""
         for unit, master in self._units.values():
-            yield from ((module, master) for module in unit.module.modules() if module not in unit.apart)
+            yield from ((module, master) for _, module in unit.named_modules())
 
     def of(self, module: nn.Module) -> Master | None:
         """The master of a block or a component; None if it isn't offloaded."""
@@ -94,7 +100,7 @@ class Masters:
         """
         self._elsewhere = elsewhere
         for unit in units:
-            settle_weights(unit.module)
+            undo.callback(move_wrappers_back, _settle(unit))
         shared = shared_leaves([unit.leaves() for unit in units], elsewhere())
         self._shared_ids.update(id(leaf.tensor) for leaf in shared)
         with _progress(len(units)) as advance:
@@ -125,9 +131,9 @@ class Masters:
         """
         for unit, master in self._units.values():
             if master in stale:
-                settle_weights(unit.module)
+                _settle(unit, self.held())
                 for leaf in unit.leaves():
-                    require_plain(leaf)
+                    require_plain(leaf)  # All of them before the first is packed.
         shared = shared_leaves([unit.leaves() for unit, _ in self._units.values()], self._elsewhere())
         if {id(leaf.tensor) for leaf in shared} != self._shared_ids:
             raise RuntimeError(
@@ -152,6 +158,15 @@ class Masters:
         found = self._units.pop(module, None)
         if found is not None:
             found[1].release()
+
+
+def _settle(unit: Unit, held: AbstractSet[int] = frozenset()) -> list[Home]:
+    """Put a unit's quantized weights in order, and take home, whole, those that no master holds.
+
+    One that was packed part by part would go on to say that it is on the device. Returns what was moved.
+    """
+    put_in_order(unit.module)
+    return move_wrappers((module for _, module in unit.named_modules()), torch.device("cpu"), held)
 
 
 def _pack(master: Master, undo: ExitStack) -> None:

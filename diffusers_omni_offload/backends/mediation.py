@@ -13,7 +13,7 @@ from torch import nn
 from diffusers_omni_offload import hooks
 
 #: Methods of models and pipelines that merge LoRA layers into weights or take them out again: choosing another adapter
-#: does, too, if one is merged.
+#: does, too, if one is merged, and one that is disabled is taken out in its next forward.
 MERGING_METHODS = (
     "fuse_lora",
     "unfuse_lora",
@@ -23,6 +23,10 @@ MERGING_METHODS = (
     "add_adapter",
     "set_adapters",
     "set_adapter",
+    "disable_lora",
+    "enable_lora",
+    "disable_adapters",
+    "enable_adapters",
 )
 
 

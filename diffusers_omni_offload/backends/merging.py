@@ -17,6 +17,7 @@ import torch
 from diffusers_omni_offload.backends.masters import Masters
 from diffusers_omni_offload.weights.leaves import find_leaves, move_tensors
 from diffusers_omni_offload.weights.master import Master
+from diffusers_omni_offload.weights.wrappers import move_wrappers
 
 _METHODS = ("merge", "unmerge")
 
@@ -31,29 +32,33 @@ class Merging:
 
     def __init__(self, masters: Masters, device: torch.device) -> None:
         self._masters, self._device = masters, device
-        self._layers: list[tuple[Any, Master]] = []
+        self._layers: dict[Any, list[Master]] = {}
         self._pending: dict[Master, list[Any]] = {}
-        self._homes: dict[int, Master] = {}
 
     def look(self) -> None:
         """Find the layers that are there now."""
         tuners = sys.modules.get("peft.tuners.tuners_utils")
         if tuners is not None:
-            found = self._masters.modules()
-            self._layers = [(module, master) for module, master in found if isinstance(module, tuners.BaseTunerLayer)]
+            self._layers = {}
+            for module, master in self._masters.modules():
+                if isinstance(module, tuners.BaseTunerLayer):
+                    self._layers.setdefault(module, []).append(master)
 
     def expect_unmerging(self) -> None:
         """Note the layers that are merged and disabled: PEFT will unmerge them in their next forward."""
         self._pending = {}
-        for layer, master in self._layers:
+        for layer, masters in self._layers.items():
             if layer.disable_adapters and layer.merged:
-                self._pending.setdefault(master, []).append(layer)
+                for master in masters:
+                    self._pending.setdefault(master, []).append(layer)
 
     def unmerged(self, master: Master) -> list[torch.Tensor]:
         """The leaves of a master that a forward, which is over now, has changed for good by unmerging."""
         if master not in self._pending:
             return []
         done = [layer for layer in self._pending[master] if not layer.merged]
+        if not done:
+            return []
         self._pending[master] = [layer for layer in self._pending[master] if layer.merged]
         held = set(map(id, master.tensors))
         return [leaf.tensor for layer in done for leaf in find_leaves(layer, "") if id(leaf.tensor) in held]
@@ -65,9 +70,8 @@ class Merging:
         Methods of pipelines call those of models, so it may be entered again inside.
         """
         self.look()
-        self._homes = {id(tensor): master for master in self._masters for tensor in master.tensors}
         ours = []
-        for layer in dict.fromkeys(layer for layer, _ in self._layers):
+        for layer in self._layers:
             for name in _METHODS:
                 if name not in vars(layer):
                     method = getattr(layer, name)
@@ -83,13 +87,20 @@ class Merging:
         # All of it, since a layer that is being loaded has leaves that no master has yet.
         host = torch.device("cpu")
         away = [leaf.tensor for leaf in find_leaves(layer, "") if leaf.tensor.device == host]
+        if not away:
+            method(*args, **kwargs)
+            return
         move_tensors(away, self._device)
         try:
             method(*args, **kwargs)
         finally:
-            for leaf in find_leaves(layer, "") if away else ():
-                master = self._homes.get(id(leaf.tensor))
-                is_home = master is not None and master.take_home(leaf.tensor)
-                if not is_home and leaf.tensor.device == self._device:
-                    # A new weight, as a quantized one gets: the next audit packs it.
-                    move_tensors([leaf.tensor], host)
+            self._take_home(layer, host)
+
+    def _take_home(self, layer: Any, host: torch.device) -> None:
+        masters = [*self._layers.get(layer, ()), *filter(None, [self._masters.shared])]
+        # New weights, as quantized ones get, go home by themselves; the next audit packs them.
+        move_wrappers(layer.modules(), host, {id(tensor) for master in masters for tensor in master.tensors})
+        for leaf in find_leaves(layer, ""):
+            is_home = any([master.take_home(leaf.tensor) for master in masters])
+            if not is_home and leaf.tensor.device == self._device:
+                move_tensors([leaf.tensor], host)

@@ -13,13 +13,13 @@ from torch import nn
 from diffusers_omni_offload import hooks
 from diffusers_omni_offload.backends import preflight
 from diffusers_omni_offload.backends.base import Counters, OffloadBackend
+from diffusers_omni_offload.backends.compiling import component_rules
 from diffusers_omni_offload.backends.component_runner import ComponentRunner
 from diffusers_omni_offload.backends.components import ManagedComponents
 from diffusers_omni_offload.backends.entry_points import EntryPoints
 from diffusers_omni_offload.backends.hooked_blocks import HookedBlocks
 from diffusers_omni_offload.backends.masters import Masters, Unit, units_of
 from diffusers_omni_offload.backends.merging import Merging
-from diffusers_omni_offload.backends.preflight import compile_rules
 from diffusers_omni_offload.backends.remarks import first_call_summary, warn_of_pageable, warn_of_plain_tensors
 from diffusers_omni_offload.backends.residency import Residency, tell_of_move
 from diffusers_omni_offload.config import OffloadConfig
@@ -227,7 +227,7 @@ class PlanBackend(OffloadBackend):
                 run=partial(self.runner.run, path),
                 is_inside=partial(self.runner.is_inside, path),
             )
-        rules = compile_rules(plan, component)
+        rules = component_rules(plan, component)
         self.components.attach(path, module, undo, before, entries, rules, moves_itself=moves_itself)
 
     def _needs_entries(self, plan: ResolvedPlan, module: nn.Module) -> bool:
@@ -312,6 +312,8 @@ class PlanBackend(OffloadBackend):
 
     def opened(self, prepare: Callable[[], None] | None = None) -> AbstractContextManager[None]:
         """Be inside a call for the body; `prepare` runs first if this is the outermost one."""
+        if self.scope.is_open:
+            self.lora.expect_unmerging()  # A flag is all that may have changed, which isn't worth an audit.
         return self.scope.opened(prepare)
 
     def audit(self) -> bool:

@@ -10,17 +10,18 @@ from torch import nn
 from torch._dynamo import OptimizedModule
 
 from diffusers_omni_offload import hooks
+from diffusers_omni_offload.backends.compiling import require_continuable
 from diffusers_omni_offload.backends.entry_points import require_methods
 from diffusers_omni_offload.backends.masters import Unit, units_of
 from diffusers_omni_offload.backends.residency import require_placeable
 from diffusers_omni_offload.backends.sharing import shared_leaves
 from diffusers_omni_offload.messages import format_bytes
 from diffusers_omni_offload.platform import Platform
-from diffusers_omni_offload.regions import CompileRules, require_compilable
 from diffusers_omni_offload.streaming.stages import largest_together
-from diffusers_omni_offload.topology.plan import ResolvedComponent, ResolvedPlan
+from diffusers_omni_offload.topology.plan import ResolvedPlan
+from diffusers_omni_offload.weights.kinds import wrappers_of
 from diffusers_omni_offload.weights.leaves import Layout, Leaf, distinct_leaves, find_leaves, require_plain
-from diffusers_omni_offload.weights.wrappers import form_of, wrappers_of
+from diffusers_omni_offload.weights.wrappers import form_of
 
 
 @dataclass(frozen=True)
@@ -196,33 +197,6 @@ def require_unwrapped(path: str, module: nn.Module) -> None:
         )
 
 
-def compile_rules(plan: ResolvedPlan, component: ResolvedComponent) -> CompileRules:
-    """How a component may be compiled: what is moved in between cuts it, and what moves has no fixed address."""
-    inside = set(component.module.modules())
-    streamed = [block for _, block in plan.streamed_blocks()]
-    moving = [plan.module(path) for path in (*plan.swapped, *plan.on_demand)]
-    return CompileRules(
-        blocks=tuple(block for stack in plan.stacks for block in stack.blocks if block in inside),
-        captured=inside.isdisjoint(streamed) and inside.isdisjoint(moving),
-    )
-
-
-def require_continuable(plan: ResolvedPlan) -> None:
-    """Refuse components and blocks that were compiled in a way that offload can't continue.
-
-    Raises:
-        TypeError: see `require_compilable`.
-    """
-    for component in plan.components:
-        require_compilable(component.module, component.path, compile_rules(plan, component))
-    for stack in plan.stacks:
-        for index, block in enumerate(stack.blocks):
-            require_compilable(block, stack.path(index), CompileRules(captured=index not in stack.streamed))
-    for path, whole in (*plan.streamed_blocks(), *((path, plan.module(path)) for path in plan.swapped)):
-        for name, part in whole.named_modules(prefix=path):
-            require_compilable(part, name, CompileRules())
-
-
 def require_same_form(unit: Unit, device: torch.device, known: set[tuple[object, ...]]) -> None:
     """Refuse quantized weights that their library keeps in another form on the device, where it has other kernels.
 
@@ -235,7 +209,7 @@ def require_same_form(unit: Unit, device: torch.device, known: set[tuple[object,
         TypeError: it names the weight and its type there.
     """
     for path, module in unit.module.named_modules(prefix=unit.path):
-        for name, weight in wrappers_of(module):
+        for name, weight in wrappers_of(module).items():
             form = form_of(weight.detach())
             if form in known:
                 continue

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import torch
 from torch import nn
 
-from diffusers_omni_offload.weights.kinds import settle_weights
+from diffusers_omni_offload.weights.bitsandbytes import put_in_order
 from diffusers_omni_offload.weights.leaves import (
     Leaf,
     distinct_leaves,
@@ -69,7 +69,7 @@ class Residency:
             ValueError: a tensor is on the meta device.
         """
         for _, root in self._roots.values():
-            settle_weights(root)
+            put_in_order(root)
         homes = move_wrappers([module for _, module in self._modules()], self.device, held)
         if undo is not None:
             undo.callback(move_wrappers_back, homes)

@@ -52,11 +52,15 @@ class Watch:
             self.casts = self._master.casts(self._slot.buffer)
         if written is not None:
             raise RuntimeError(written_message(written))
+        self.take_edits()
+
+    def take_edits(self) -> None:
+        """The forward is over, or has failed: what it has changed for good goes home."""
         edited = self._edited(self._master)
         if edited:
             self._streamer.wait_for_copies()
             for tensor in edited:
-                self._master.take_home(tensor)
+                self._master.take_home(tensor, self._slot.buffer)
 
     def refuse_kept_views(self) -> None:
         """Raise RuntimeError if a module keeps a view of the slot as an attribute."""

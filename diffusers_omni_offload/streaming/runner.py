@@ -63,6 +63,9 @@ class BlockRunner:
             with uncached_casts(self._device_type):
                 output = forward(*args, **kwargs)
             watch.look()
+        except BaseException:
+            watch.take_edits()
+            raise
         finally:
             streamer.leave(block, slot)
         watch.refuse_gradients(output)

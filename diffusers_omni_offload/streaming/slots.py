@@ -7,7 +7,7 @@ from collections.abc import Collection
 import torch
 
 from diffusers_omni_offload.platform import Event, Platform, Stream
-from diffusers_omni_offload.weights.kinds import is_wrapper
+from diffusers_omni_offload.weights.kinds import inner_of, is_wrapper
 
 
 class Slot:
@@ -48,7 +48,7 @@ class Slot:
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor`, or one that it is made of, is a view of this buffer."""
         if is_wrapper(tensor):
-            return any(self.holds(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])  # type: ignore[attr-defined]
+            return any(self.holds(inner) for _, inner in inner_of(tensor))
         buffer = self.buffer
         return (
             tensor.device == buffer.device

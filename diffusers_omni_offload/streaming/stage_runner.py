@@ -55,6 +55,7 @@ class StageRunner:
         refuse_unservable(self._streamer.platform, master, args, kwargs)
         self._stages.bring(stage)
         entry = (stage, id(getattr(function, "__self__", None)), getattr(function, "__name__", ""))
+        watch: Watch | None = None
         try:
             stage.bind()
             is_thorough = entry not in self._inspected
@@ -66,6 +67,10 @@ class StageRunner:
                 output = map_tensors(output, lambda tensor: tensor.clone() if stage.slot.holds(tensor) else tensor)
             watch.look()
             watch.refuse_kept_views()
+        except BaseException:
+            if watch is not None:
+                watch.take_edits()
+            raise
         finally:
             stage.unbind()
         watch.refuse_gradients(output)

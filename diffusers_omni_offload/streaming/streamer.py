@@ -174,6 +174,7 @@ class Streamer:
         for slot in self.slots.slots:
             if slot.tag == block:
                 slot.tag = None
+        # In a call slots only grow; the next call makes them fit.
         if master.nbytes > self.slots.slots[0].buffer.numel():
             self.require_slots()
 

@@ -6,7 +6,6 @@ needs no entry.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -39,10 +38,20 @@ _EXTRAS_OF_MODULES: dict[str, tuple[str, ...]] = {
 
 #: Class of a weight -> why it can't be taken apart, whatever it says of itself.
 _REFUSED_TYPES = {
-    "DTensor": "belongs to several processes",
-    "UninitializedParameter": "has no shape yet: run the model once",
-    "UninitializedBuffer": "has no shape yet: run the model once",
+    "DTensor": "belongs to several processes. Load this component whole",
+    "UninitializedParameter": "has no shape yet. Run the model once before",
+    "UninitializedBuffer": "has no shape yet. Run the model once before",
 }
+
+
+_PACKED_FOR_CPU = (
+    "was packed for the CPU by a run there, which lost what other devices need. Load this component anew, and enable "
+    "offload before it runs"
+)
+_UNKNOWN = (
+    "is of a type that isn't known here. Load this component unquantized, or quantized by torchao, bitsandbytes, "
+    "quanto or GGUF"
+)
 
 
 class Part(NamedTuple):
@@ -84,49 +93,47 @@ def is_wrapper(weight: torch.Tensor) -> bool:
     return hasattr(type(weight), "__tensor_flatten__") and type(weight).__name__ not in _REFUSED_TYPES
 
 
+def wrappers_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """A module's own weights that are made of several tensors, by name."""
+    return {name: weight for name, weight in module._parameters.items() if weight is not None and is_wrapper(weight)}
+
+
+def inner_of(wrapper: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of what a wrapper is made of."""
+    for name in wrapper.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+        yield name, getattr(wrapper, name)
+
+
+def plain_inside(weight: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that a weight is made of, down to those that are made of no others."""
+    if not is_wrapper(weight):
+        yield weight
+        return
+    for _, inner in inner_of(weight):
+        yield from plain_inside(inner)
+
+
 def why_refused(tensor: torch.Tensor) -> str | None:
-    """Why the bytes of a `Part` can't be taken: what a sentence says after "it"; None if they can."""
+    """Why the bytes of a `Part` can't be taken, and what to do: what is said after "it"; None if they can."""
     cls = type(tensor)
     if tensor.is_nested:
-        return "is nested"
+        return "is nested. Make it a plain tensor"
     if cls in PLAIN_TYPES:
-        return None if tensor.layout is torch.strided else f"({tensor.layout}) isn't strided"
+        return None if tensor.layout is torch.strided else "isn't strided. Make it dense"
     if cls.__name__ in _REFUSED_TYPES:
         return _REFUSED_TYPES[cls.__name__]
     if cls.__name__ in _EXTRAS_OF_WEIGHTS:
-        return _why_not_from_here(tensor)
-    return "is of a type that isn't known here"
-
-
-def settle_weights(module: nn.Module) -> None:
-    """Put in order what bitsandbytes leaves open, before weights below `module` are taken.
-
-    The library has one table of codes for all weights of a process, which no pipeline may move: each weight gets its
-    own. And once an 8-bit weight has run, the module's copy counts: in the next forward the weight would become that.
-    """
-    library = sys.modules.get("bitsandbytes.functional")
-    if library is None:
-        return
-    shared = {id(table) for table in library.name2qmap.values()}
-    for child in module.modules():
-        for weight in child._parameters.values():
-            state = getattr(getattr(weight, "quant_state", None), "state2", None)
-            if state is not None and id(state.code) in shared:
-                state.code = state.code.clone()
-        codes = getattr(getattr(child, "state", None), "CB", None)
-        if type(child).__name__ in _EXTRAS_OF_MODULES and isinstance(codes, torch.Tensor):
-            weight = child._parameters["weight"]
-            is_new = getattr(weight, "CB", None) is not None
-            if weight is not None and not is_new and weight.data_ptr() != codes.data_ptr():
-                weight.data = codes
+        is_packed = getattr(getattr(tensor, "quant_state", None), "packing_format_for_cpu", False)
+        return _PACKED_FOR_CPU if is_packed else None
+    return _UNKNOWN
 
 
 def _inner(weight: torch.Tensor, name: str, holder: Any = None, attribute: str = "") -> Iterator[Part]:
     if not is_wrapper(weight):
         yield Part(weight, name, holder, attribute)
         return
-    for inner in weight.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
-        yield from _inner(getattr(weight, inner), f"{name}.{inner}", weight, inner)
+    for attribute, inner in inner_of(weight):
+        yield from _inner(inner, f"{name}.{attribute}", weight, attribute)
 
 
 def _extras(owner: Any, name: str, attributes: tuple[str, ...]) -> Iterator[Part]:
@@ -138,9 +145,3 @@ def _extras(owner: Any, name: str, attributes: tuple[str, ...]) -> Iterator[Part
         tensor = getattr(holder, attribute, None)
         if isinstance(tensor, torch.Tensor):
             yield Part(tensor, f"{name}.{path}" if name else path, holder, attribute)
-
-
-def _why_not_from_here(tensor: torch.Tensor) -> str | None:
-    if getattr(getattr(tensor, "quant_state", None), "packing_format_for_cpu", False):
-        return "was packed for the CPU by a run there, which lost what other devices need: load it anew, then enable"
-    return None

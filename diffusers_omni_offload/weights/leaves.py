@@ -81,11 +81,7 @@ def require_plain(leaf: Leaf) -> None:
     why = why_refused(tensor)
     if why is not None:
         kind = type(tensor).__name__ if type(tensor) not in PLAIN_TYPES else f"{tensor.layout} tensor"
-        raise TypeError(
-            f"{leaf.path} is a {kind}, and can't be offloaded, since it {why}. Plain weights can, and those that "
-            "torchao, bitsandbytes, quanto, GGUF or layerwise casting have quantized: load this component as one of "
-            "these, or unquantized, or leave it out of `components`."
-        )
+        raise TypeError(f"{leaf.path} is a {kind}, and can't be offloaded: it {why}, or leave it out of `components`.")
     if tensor.is_conj() or tensor.is_neg():
         raise TypeError(
             f"{leaf.path} is a conjugated or negated view, whose bytes aren't its values. Replace it by "

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from diffusers_omni_offload.platform import Platform, return_freed_host_memory
-from diffusers_omni_offload.weights.kinds import is_wrapper
+from diffusers_omni_offload.weights.kinds import wrappers_of
 from diffusers_omni_offload.weights.leaves import Layout, Leaf, Placement, as_plain_tensors, require_plain
 from diffusers_omni_offload.weights.pinning import HostBuffer, PinnedBudget
 from diffusers_omni_offload.weights.snapshot import Snapshot
@@ -88,8 +88,7 @@ class Master:
             if not in_place or not self._take_in_place([leaf.tensor for leaf in leaves]):
                 self._take_anew(leaves)
         modules = [module for root in self._roots for module in root.modules()]
-        weights = [weight for module in modules for weight in module._parameters.values() if weight is not None]
-        self._wrappers = [weight for weight in weights if is_wrapper(weight)]
+        self._wrappers = [weight for module in modules for weight in wrappers_of(module).values()]
         self._snapshot = Snapshot(modules, leaves)
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -97,8 +96,12 @@ class Master:
         first = self.host.data_ptr()
         return first <= tensor.data_ptr() < first + self.nbytes
 
-    def take_home(self, tensor: torch.Tensor) -> bool:
+    def take_home(self, tensor: torch.Tensor, buffer: torch.Tensor | None = None) -> bool:
         """Copy a leaf's bytes, which were elsewhere for a while, to their place in the host buffer.
+
+        Args:
+            tensor: the leaf.
+            buffer: a buffer that is loaded with this master, and gets the bytes as well.
 
         Returns:
             Whether they fit there; if not, nothing is done.
@@ -106,9 +109,11 @@ class Master:
         if id(tensor) not in self._places:
             return False
         view, p = self._places[id(tensor)]
-        with torch.inference_mode(False), as_plain_tensors():
+        with torch.inference_mode(False), torch.no_grad(), as_plain_tensors():
             if (tensor.dtype, tensor.shape, tensor.stride()) != (p.dtype, p.shape, p.stride):
                 return False
+            if buffer is not None:
+                p.view(buffer[p.offset : p.offset + p.nbytes]).copy_(tensor.data)
             if tensor.data_ptr() != view.data_ptr():
                 self._write(tensor, view, p)
         return True

@@ -13,7 +13,7 @@ from torch import nn
 from diffusers_omni_offload.weights.leaves import Leaf, as_plain_tensors
 
 _identical = operator.is_
-_pointer, _numel, _stride = torch.Tensor.data_ptr, torch.Tensor.numel, torch.Tensor.stride
+_pointer, _stride = torch.Tensor.data_ptr, torch.Tensor.stride
 
 
 #: What follows the last value, so that one more or one less shows.
@@ -27,8 +27,6 @@ _READ: dict[type, tuple[str, ...]] = {
     nn.Dropout: (),
     nn.GELU: (),
     nn.SiLU: (),
-    nn.Linear: ("_parameters",),
-    nn.LayerNorm: ("_parameters",),
     nn.ModuleDict: ("_modules",),
     nn.ModuleList: ("_modules",),
     nn.Sequential: ("_modules",),
@@ -71,13 +69,12 @@ class Snapshot:
         )
 
     def _read(self) -> tuple[list[Any], ...]:
-        # Four plain lists: a tuple for each tensor would cost a third more. With the same strides and as many elements
-        # a tensor of another shape would have to overlap itself.
+        # Four plain lists: a tuple for each tensor would cost a third more.
         tensors = self._tensors
         with as_plain_tensors():
             return (
                 list(map(_pointer, tensors)),
                 [tensor.dtype for tensor in tensors],
-                list(map(_numel, tensors)),
+                [tensor.shape for tensor in tensors],
                 list(map(_stride, tensors)),
             )
