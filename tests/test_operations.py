@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
+from tests.living import fast_ones
 from tests.operations.cell import ABSENT, BEFORE, EQUAL, FAILS, REFUSED, WRONG, outcome_of, when_in
 from tests.operations.families import FAMILIES, SD3, Family
 from tests.operations.operation import OPERATIONS
@@ -34,7 +35,7 @@ QUICK = (
 REFUSED_BY_STOCK = ("a name that is taken already",)
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", fast_ones(PLACEMENTS, "streamed", "module-swapped"))
 @pytest.mark.parametrize("name", QUICK)
 def test_an_operation_comes_to_the_same(name: str, placement: str, device: torch.device) -> None:
     found = outcome_of(OPERATIONS[name], SD3, placement, device)

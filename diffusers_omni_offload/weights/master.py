@@ -9,7 +9,7 @@ from torch import nn
 
 from diffusers_omni_offload.platform import Platform, return_freed_host_memory
 from diffusers_omni_offload.weights.kinds import wrappers_of
-from diffusers_omni_offload.weights.leaves import Layout, Leaf, Placement, as_plain_tensors, require_plain
+from diffusers_omni_offload.weights.leaves import Layout, Leaf, Placement, plainly, require_plain
 from diffusers_omni_offload.weights.pinning import HostBuffer, PinnedBudget
 from diffusers_omni_offload.weights.snapshot import Snapshot
 
@@ -53,6 +53,7 @@ class Master:
         self.tensors: list[torch.Tensor] = []
         self._bindings: dict[int, _Binding] = {}
         self._wrappers: list[torch.Tensor] = []
+        self._plainly = plainly([])
         self._is_disjoint = False
         self._snapshot: Snapshot | None = None
 
@@ -84,7 +85,8 @@ class Master:
         leaves = self.find()
         for leaf in leaves:
             require_plain(leaf)
-        with as_plain_tensors():
+        self._plainly = plainly(leaf.tensor for leaf in leaves)
+        with self._plainly():
             if not in_place or not self._take_in_place([leaf.tensor for leaf in leaves]):
                 self._take_anew(leaves)
         modules = [module for root in self._roots for module in root.modules()]
@@ -109,7 +111,7 @@ class Master:
         if id(tensor) not in self._places:
             return False
         view, p = self._places[id(tensor)]
-        with torch.inference_mode(False), torch.no_grad(), as_plain_tensors():
+        with torch.inference_mode(False), torch.no_grad(), self._plainly():
             if (tensor.dtype, tensor.shape, tensor.stride()) != (p.dtype, p.shape, p.stride):
                 return False
             if buffer is not None:
@@ -136,13 +138,13 @@ class Master:
     def bind(self, buffer: torch.Tensor) -> None:
         """Make the leaves views of `buffer`."""
         binding = self.views_on(buffer)
-        with as_plain_tensors():
+        with self._plainly():
             for tensor, view in binding:
                 tensor.data = view
 
     def unbind(self) -> None:
         """Make the leaves views of the host buffer."""
-        with as_plain_tensors():
+        with self._plainly():
             for tensor, view in self._host_binding:
                 tensor.data = view
 
@@ -164,7 +166,7 @@ class Master:
 
         Layerwise casting puts an equal tensor in a leaf's place; that is lost without loss. Nor is a cast a difference.
         """
-        with as_plain_tensors():
+        with self._plainly():
             for tensor, view in self.views_on(buffer):
                 if tensor.data_ptr() != view.data_ptr() and not _same_bytes(tensor.data, view.to(tensor.dtype)):
                     return self._paths[id(tensor)]
@@ -172,7 +174,7 @@ class Master:
 
     def casts(self, buffer: torch.Tensor) -> list[tuple[torch.Tensor, torch.dtype]]:
         """The leaves that a forward has cast since `bind`, for good, and to what."""
-        with as_plain_tensors():
+        with self._plainly():
             return [(tensor, tensor.dtype) for tensor, view in self.views_on(buffer) if tensor.dtype != view.dtype]
 
     def changed_leaf(self) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from diffusers_omni_offload.weights.leaves import Leaf, as_plain_tensors
+from diffusers_omni_offload.weights.leaves import Leaf, plainly
 
 _identical = operator.is_
 _pointer, _stride = torch.Tensor.data_ptr, torch.Tensor.stride
@@ -53,6 +53,7 @@ class Snapshot:
         self._filled = [table for table in tables if table]
         self._values = [*chain.from_iterable(map(dict.values, self._filled)), _END]
         self._tensors = [leaf.tensor for leaf in leaves]
+        self._plainly = plainly(self._tensors)
         # Parts of quantized weights, which no table shows.
         parts = [leaf for leaf in leaves if leaf.holder is not None]
         self._holders, self._attributes = [part.holder for part in parts], [part.attribute for part in parts]
@@ -71,7 +72,7 @@ class Snapshot:
     def _read(self) -> tuple[list[Any], ...]:
         # Four plain lists: a tuple for each tensor would cost a third more.
         tensors = self._tensors
-        with as_plain_tensors():
+        with self._plainly():
             return (
                 list(map(_pointer, tensors)),
                 [tensor.dtype for tensor in tensors],
