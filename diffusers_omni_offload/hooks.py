@@ -177,15 +177,16 @@ def install_innermost(
     hooks that use the module's weights themselves are inside. What is compiled of the module, before or after, by the
     `rules`, is inside of our hook.
     """
+    place, traceable = _place(module), _traceable(module, hook)
+    # An interrupt from here on leaves nothing that `remove_owned` doesn't put right.
     registry = HookRegistry.check_if_exists_or_initialize(module)
     if name in registry.hooks:
         raise ValueError(f"A hook named {name!r} is registered on this {type(module).__name__} already.")
     references: list[HookFunctionReference] = registry._fn_refs
-    place = max((registry._hook_order.index(reader) + 1 for reader in _readers(registry)), default=0)
     if place == len(references):
         registry.register_hook(hook, name)
         if isinstance(hook, EntryHook):
-            module.forward = _traceable(module, hook)
+            module.forward = traceable
         hook.installed = module.forward
         reference: Any = hook.fn_ref
         reference.original_forward = _region(module, reference.original_forward, hook, rules)
@@ -205,9 +206,19 @@ def install_innermost(
     _registry_changed(registry)
 
 
-def _traceable(module: nn.Module, hook: EntryHook) -> Callable[..., Any]:
-    """What `register_hook` has put at `forward`, in a form that the compiler knows again when offload is enabled anew:
-    of a function it looks at the code, of a `functools.partial` at the object."""
+def _place(module: nn.Module) -> int:
+    """How many hooks of a module stay inside of one of ours."""
+    registry = vars(module).get("_diffusers_hook")
+    if registry is None:
+        return 0
+    return max((registry._hook_order.index(reader) + 1 for reader in _readers(registry)), default=0)
+
+
+def _traceable(module: nn.Module, hook: BlockHook | ComponentHook | EntryHook) -> Callable[..., Any]:
+    """What `register_hook` puts at `forward`, in a form that the compiler knows again when offload is enabled anew.
+
+    Of a function it looks at the code, of a `functools.partial` at the object.
+    """
 
     @functools.wraps(module.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from tests import simdevice
-from tests.operations import at_rest, lora  # noqa: F401  (they fill the table)
 from tests.operations.families import FAMILIES, Family
 from tests.operations.operation import OPERATIONS, Operation
 from tests.operations.placements import PLACEMENTS, misplaced
