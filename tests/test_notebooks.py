@@ -34,7 +34,11 @@ def test_there_are_notebooks() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[] if path.stem == "quickstart" else [pytest.mark.slow]) for path in NOTEBOOKS],
+    ids=lambda path: path.stem,
+)
 def test_runs_and_cells_can_be_run_again(path: Path) -> None:
     notebook = execute(path, repeats=2, again=True)
     printed = "".join(text for cell in shown(notebook) for text in cell)
