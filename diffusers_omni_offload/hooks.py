@@ -177,7 +177,7 @@ def install_innermost(
     hooks that use the module's weights themselves are inside. What is compiled of the module, before or after, by the
     `rules`, is inside of our hook.
     """
-    place, traceable = _place(module), _traceable(module, hook)
+    place, traceable = _place(module), _traceable(module, hook) if isinstance(hook, EntryHook) else None
     # An interrupt from here on leaves nothing that `remove_owned` doesn't put right.
     registry = HookRegistry.check_if_exists_or_initialize(module)
     if name in registry.hooks:
@@ -185,7 +185,7 @@ def install_innermost(
     references: list[HookFunctionReference] = registry._fn_refs
     if place == len(references):
         registry.register_hook(hook, name)
-        if isinstance(hook, EntryHook):
+        if traceable is not None:
             module.forward = traceable
         hook.installed = module.forward
         reference: Any = hook.fn_ref
@@ -214,7 +214,7 @@ def _place(module: nn.Module) -> int:
     return max((registry._hook_order.index(reader) + 1 for reader in _readers(registry)), default=0)
 
 
-def _traceable(module: nn.Module, hook: BlockHook | ComponentHook | EntryHook) -> Callable[..., Any]:
+def _traceable(module: nn.Module, hook: EntryHook) -> Callable[..., Any]:
     """What `register_hook` puts at `forward`, in a form that the compiler knows again when offload is enabled anew.
 
     Of a function it looks at the code, of a `functools.partial` at the object.

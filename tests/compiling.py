@@ -15,7 +15,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from tests import tiny
-from tests.equality import Call, assert_equal_outputs, build_as, outputs
+from tests.equality import Call, assert_equal_outputs, build_as, build_resident, outputs
 from tests.living import with_arguments
 from tests.operations.placements import PLACEMENTS as WHOLE
 
@@ -133,6 +133,12 @@ def compile_component(family: Family, pipe: Any, **options: Any) -> None:
 
 
 COMPILED: dict[str, Callable[..., None]] = {"blocks": compile_blocks, "component": compile_component}
+
+
+@functools.cache
+def plain(device: torch.device) -> np.ndarray:
+    """What a resident Wan gives that isn't compiled: backends that run each operator as it is give the same."""
+    return tiny.run(*build_resident(FAMILIES["Wan"].fresh, device))
 
 
 @dataclass(frozen=True)

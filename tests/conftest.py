@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 pytest_plugins = ["tests.simdevice.plugin"]
@@ -17,3 +19,12 @@ def _quiet_libraries() -> None:
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+
+
+@pytest.fixture
+def compiler() -> Iterator[None]:
+    """Nothing that torch.compile did before counts."""
+    from tests.compiling import fresh_compiler
+
+    with fresh_compiler():
+        yield

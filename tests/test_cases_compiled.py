@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import cache
@@ -26,17 +25,6 @@ def full_toy() -> tuple[Any, Callable[[], dict[str, Any]]]:
 @cache
 def toy_output(device: torch.device) -> np.ndarray:
     return resident_output(full_toy, device)
-
-
-@pytest.fixture
-def compiler() -> Iterator[None]:
-    """Nothing that was compiled before counts, and nothing of ours is traced that dynamo would warn of."""
-    torch._dynamo.reset()
-    counters.clear()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="Dynamo does not know", category=UserWarning)
-        yield
-    torch._dynamo.reset()
 
 
 def _compile_components(pipe: Any, backend: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -34,11 +34,7 @@ from tests.living import fast_ones
 from tests.operations.families import WAN
 from tests.operations.subject import Subject
 
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    with fresh_compiler():
-        yield
+pytestmark = pytest.mark.usefixtures("compiler")
 
 
 def cells() -> list[Any]:

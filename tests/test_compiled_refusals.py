@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -13,8 +12,7 @@ import torch
 
 from tests import tiny
 from tests.comparing import State
-from tests.compiling import FAMILIES, PLACEMENTS, fresh_compiler, graphs
-from tests.equality import build_resident
+from tests.compiling import FAMILIES, PLACEMENTS, graphs, plain
 from tests.living import before_and_after, fast_ones
 
 WAN = FAMILIES["Wan"]
@@ -32,15 +30,7 @@ FULL_GRAPH = r"^transformer can't be compiled with fullgraph=True while its bloc
 CUDA_GRAPHS = r"can't be compiled with CUDA graphs .* fixed addresses\. Use another mode"
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    with fresh_compiler():
-        yield
-
-
-@functools.cache
-def plain(device: torch.device) -> np.ndarray:
-    return tiny.run(*build_resident(WAN.fresh, device))
+pytestmark = pytest.mark.usefixtures("compiler")
 
 
 def whole(pipe: Any, **options: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -23,8 +23,9 @@ from tests.compiling import (
     graph_breaks,
     graphs,
     nothing_new,
+    plain,
 )
-from tests.equality import Call, build_resident
+from tests.equality import Call
 from tests.living import fast_ones, with_arguments
 from tests.modes import MODES
 
@@ -32,16 +33,7 @@ WAN = FAMILIES["Wan"]
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    with fresh_compiler():
-        yield
-
-
-@functools.cache
-def plain(device: torch.device) -> np.ndarray:
-    """What a resident Wan gives that isn't compiled: the backends here run each operator as it is."""
-    return tiny.run(*build_resident(WAN.fresh, device))
+pytestmark = pytest.mark.usefixtures("compiler")
 
 
 # ---------------------------------------------------------------------- inductor

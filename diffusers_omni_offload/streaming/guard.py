@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -74,13 +73,12 @@ class Watch:
             raise RuntimeError(gradient_message(self._master.path, "its output"))
 
 
-class _UncachedCasts(AbstractContextManager[None]):
-    def __enter__(self) -> None:
-        torch.set_autocast_cache_enabled(False)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+@contextmanager
+def _uncached() -> Iterator[None]:
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
         torch.set_autocast_cache_enabled(True)
 
 
@@ -88,7 +86,7 @@ def uncached_casts(device_type: str) -> AbstractContextManager[None]:
     """Keep autocast from caching casts of weights: it finds them by the tensor object, which holds other bytes the next
     time, and keeps them beyond the weight's time on the device."""
     is_cached = torch.is_autocast_enabled(device_type) and torch.is_autocast_cache_enabled()
-    return _UncachedCasts() if is_cached else nullcontext()
+    return _uncached() if is_cached else nullcontext()
 
 
 def refuse_unservable(platform: Platform, master: Master, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -6,23 +6,20 @@ python -m tests.operations.table --check    tries them and fails if the table sa
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import diffusers
 import peft
 import torch
-import transformers
 
 from tests import simdevice
 from tests.operations.cell import Outcome, outcome_of
 from tests.operations.families import FAMILIES, Family
 from tests.operations.operation import OPERATIONS, Operation
 from tests.operations.placements import PLACEMENTS
+from tests.readme_table import between, write_or_check
 
-README = Path(__file__).resolve().parent.parent.parent / "adapters" / "README.md"
 START, END = "<!-- operations: start -->", "<!-- operations: end -->"
 
 Outcomes = Mapping[str, Outcome]
@@ -62,8 +59,7 @@ def written() -> str:
     Raises:
         ValueError: a marker isn't there.
     """
-    text = README.read_text()
-    return text[text.index(START) : text.index(END) + len(END)]
+    return between(START, END)
 
 
 def written_cells() -> dict[tuple[str, str], str]:
@@ -86,27 +82,5 @@ def try_all(device: torch.device) -> Callable[[Operation, Family], Outcomes]:
     return outcomes
 
 
-def main(arguments: list[str]) -> None:
-    """Write the table, or check it.
-
-    Raises:
-        SystemExit: an argument is unknown, or the table isn't up to date.
-    """
-    if arguments not in ([], ["--check"]):
-        raise SystemExit(f"The only argument is --check; got {' '.join(arguments)}.")
-    torch.set_num_threads(1)
-    for library in (diffusers, transformers):
-        library.utils.logging.set_verbosity_error()
-        library.utils.logging.disable_progress_bar()
-    logging.getLogger("diffusers_omni_offload").setLevel(logging.ERROR)
-    new, old = table(try_all(simdevice.install())), written()
-    if not arguments:
-        README.write_text(README.read_text().replace(old, new))
-    elif new != old:
-        raise SystemExit(
-            "The table in adapters/README.md is out of date; write it with python -m tests.operations.table."
-        )
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    write_or_check(sys.argv[1:], "tests.operations.table", lambda device: table(try_all(device)), written)

@@ -6,19 +6,17 @@ python -m tests.zoo.table --check    runs them and fails if the table says somet
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 import diffusers
 import torch
 
 from tests import simdevice
+from tests.readme_table import between, write_or_check
 from tests.zoo.live import live_transformers
 from tests.zoo.outcome import EQUAL, Outcome, outcome_of
 
-README = Path(__file__).resolve().parent.parent.parent / "adapters" / "README.md"
 START, END = "<!-- transformer classes: start -->", "<!-- transformer classes: end -->"
 HEADER = ("| class | blocks, in the order in which they run | layer mode |", "| --- | --- | --- |")
 
@@ -48,8 +46,7 @@ def written() -> str:
     Raises:
         ValueError: a marker isn't there.
     """
-    text = README.read_text()
-    return text[text.index(START) : text.index(END) + len(END)]
+    return between(START, END)
 
 
 def run_all(device: torch.device) -> dict[str, Outcome]:
@@ -62,24 +59,5 @@ def run_all(device: torch.device) -> dict[str, Outcome]:
     return outcomes
 
 
-def main(arguments: list[str]) -> None:
-    """Write the table, or check it.
-
-    Raises:
-        SystemExit: an argument is unknown, or the table isn't up to date.
-    """
-    if arguments not in ([], ["--check"]):
-        raise SystemExit(f"The only argument is --check; got {' '.join(arguments)}.")
-    torch.set_num_threads(1)
-    diffusers.utils.logging.set_verbosity_error()
-    diffusers.utils.logging.disable_progress_bar()
-    logging.getLogger("diffusers_omni_offload").setLevel(logging.ERROR)
-    new, old = table(run_all(simdevice.install())), written()
-    if not arguments:
-        README.write_text(README.read_text().replace(old, new))
-    elif new != old:
-        raise SystemExit("The table in adapters/README.md is out of date; write it with python -m tests.zoo.table.")
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    write_or_check(sys.argv[1:], "tests.zoo.table", lambda device: table(run_all(device)), written)
