@@ -20,7 +20,7 @@ from torch.nn import functional
 from diffusers_omni_offload import OffloadPlan, disable_omni_offload, enable_omni_offload
 from diffusers_omni_offload.streaming.stages import PackedStage, Stages
 from diffusers_omni_offload.streaming.streamer import Streamer
-from diffusers_omni_offload.weights.master import Master
+from diffusers_omni_offload.weights.packed import PackedMaster
 from tests import tiny
 from tests.comparing import State, leftovers
 from tests.equality import Call, assert_equal_outputs, assert_no_hazards, outputs
@@ -863,9 +863,9 @@ SWAP_STEPS: dict[str, tuple[type, str]] = {
     "loading": (PackedStage, "load"),
     "copying": (Streamer, "load_apart"),
     "binding": (Streamer, "bind_apart"),
-    "binding the leaves": (Master, "bind"),
+    "binding the leaves": (PackedMaster, "bind"),
     "unbinding": (Streamer, "unbind_apart"),
-    "unbinding the leaves": (Master, "unbind"),
+    "unbinding the leaves": (PackedMaster, "unbind"),
     "giving up": (PackedStage, "give_up"),
     "giving all up": (Stages, "give_up_all"),
 }

@@ -22,7 +22,7 @@ from diffusers_omni_offload.streaming.slots import Slot
 from diffusers_omni_offload.streaming.streamer import Streamer
 from diffusers_omni_offload.weights import leaves, pinning
 from diffusers_omni_offload.weights.leaves import Layout
-from diffusers_omni_offload.weights.master import Master
+from diffusers_omni_offload.weights.packed import PackedMaster
 from tests.comparing import State, assert_equal, leftovers, resident_output
 from tests.tiny import build_toy, run
 
@@ -422,8 +422,8 @@ def test_a_callback_that_fails(device: torch.device, error: type[BaseException])
         (Streamer, "leave"),
         (Streamer, "begin"),
         (Streamer, "end"),
-        (Master, "bind"),
-        (Master, "unbind"),
+        (PackedMaster, "bind"),
+        (PackedMaster, "unbind"),
     ],
 )
 def test_an_interrupt_inside_the_streamer(
@@ -483,7 +483,7 @@ def test_out_of_memory_in_the_slots_during_a_call(device: torch.device, sim: Mod
         (hooks, "remove_owned", 7, 1),
         (hooks.ExecutionDeviceHook, "detach", 1, 1),
         (Mediation, "remove", 0, 2),
-        (Master, "release", 2, 0),
+        (PackedMaster, "release", 2, 0),
         (Streamer, "release_slots", 0, 0),
         (Residency, "move_to_host", 0, 0),
     ],

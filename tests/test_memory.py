@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import diffusers_omni_offload  # noqa: F401  (adds the methods to pipelines)
-from diffusers_omni_offload.weights.master import Master
+from diffusers_omni_offload.weights.packed import PackedMaster
 from diffusers_omni_offload.weights.pinning import HostBuffer
 from tests import tiny
 
@@ -413,13 +413,13 @@ def test_calls_do_not_grow_anything(device: torch.device, sim: ModuleType) -> No
     for _ in range(3):
         tiny.run(pipe, call)
     gc.collect()
-    masters, buffers = live(Master), live(HostBuffer)
+    masters, buffers = live(PackedMaster), live(HostBuffer)
     held, pinned = accelerator.memory_allocated(), sim.stats()["pinned_current"]
     tensors = sum(isinstance(item, torch.Tensor) for item in gc.get_objects())
     for _ in range(10):
         tiny.run(pipe, call)
         gc.collect()
-        assert (live(Master), live(HostBuffer)) == (masters, buffers)
+        assert (live(PackedMaster), live(HostBuffer)) == (masters, buffers)
         assert accelerator.memory_allocated() == held and sim.stats()["pinned_current"] == pinned
     assert sum(isinstance(item, torch.Tensor) for item in gc.get_objects()) == tensors
     assert handle.pinned_bytes == pinned
@@ -457,13 +457,13 @@ def test_nothing_of_ours_outlives_the_pipeline(device: torch.device, sim: Module
 
 def test_disabling_leaves_no_master_behind(device: torch.device, sim: ModuleType) -> None:
     gc.collect()
-    masters, buffers, pinned = live(Master), live(HostBuffer), sim.stats()["pinned_current"]
+    masters, buffers, pinned = live(PackedMaster), live(HostBuffer), sim.stats()["pinned_current"]
     allocated = accelerator.memory_allocated()
     pipe, call = offloaded_toy()
     for _ in range(3):
         pipe.disable_omni_offload()
         gc.collect()
-        assert (live(Master), live(HostBuffer)) == (masters, buffers)
+        assert (live(PackedMaster), live(HostBuffer)) == (masters, buffers)
         assert sim.stats()["pinned_current"] == pinned and accelerator.memory_allocated() == allocated
         pipe.enable_omni_offload("layer")
         tiny.run(pipe, call)

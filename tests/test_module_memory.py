@@ -17,7 +17,7 @@ from torch import nn
 
 from diffusers_omni_offload import enable_omni_offload
 from diffusers_omni_offload.platform import Platform
-from diffusers_omni_offload.weights.master import Master
+from diffusers_omni_offload.weights.packed import PackedMaster
 from diffusers_omni_offload.weights.pinning import HostBuffer
 from tests import tiny
 from tests.comparing import State, leftovers
@@ -173,7 +173,7 @@ def test_nothing_is_pinned_packed_or_allocated_on_the_host_after_enabling(
 
     monkeypatch.setattr(torch.sim, "host_register", refuse)
     monkeypatch.setattr(HostBuffer, "__init__", refuse)
-    monkeypatch.setattr(Master, "pack", refuse)
+    monkeypatch.setattr(PackedMaster, "pack", refuse)
     monkeypatch.setattr(torch.Tensor, "pin_memory", refuse)
     pinned = sim.stats()["pinned_current"]
     for _ in range(3):

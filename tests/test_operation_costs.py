@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from diffusers_omni_offload.weights.master import Master
+from diffusers_omni_offload.weights.packed import PackedMaster
 from tests.operations import lora
 from tests.operations.families import FAMILIES, SD3, Family
 from tests.operations.placements import PLACEMENTS
@@ -24,13 +24,13 @@ each_family = pytest.mark.parametrize("family", FAST, ids=lambda family: family.
 def packed_by(subject: Subject, change: Change) -> list[str]:
     """The paths of what an operation and the next call pack anew."""
     paths: list[str] = []
-    pack = Master.pack
+    pack = PackedMaster.pack
 
-    def noted(self: Master, *args: Any, **kwargs: Any) -> None:
+    def noted(self: PackedMaster, *args: Any, **kwargs: Any) -> None:
         paths.append(self.path)
         pack(self, *args, **kwargs)
 
-    with mock.patch.object(Master, "pack", noted):
+    with mock.patch.object(PackedMaster, "pack", noted):
         change(subject)
         subject.run()
     return sorted(paths)

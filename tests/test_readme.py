@@ -30,7 +30,7 @@ from diffusers_omni_offload import (
 from diffusers_omni_offload.demo import __main__ as demo
 from diffusers_omni_offload.demo import pick_device
 from diffusers_omni_offload.registry import _third_party
-from diffusers_omni_offload.weights.master import Master
+from diffusers_omni_offload.weights.packed import PackedMaster
 from tests import tiny
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -237,8 +237,10 @@ def test_a_vae_that_is_cast_in_each_call_is_packed_anew(
     pipe.enable_omni_offload(components={"dit": "module", "vae": "module"})
     tiny.run(pipe, call)
     packed: list[str] = []
-    pack = Master.pack
-    monkeypatch.setattr(Master, "pack", lambda self, **options: (packed.append(self.path), pack(self, **options))[1])
+    pack = PackedMaster.pack
+    monkeypatch.setattr(
+        PackedMaster, "pack", lambda self, **options: (packed.append(self.path), pack(self, **options))[1]
+    )
     tiny.run(pipe, call)
     assert packed == ["vae"] * packs
 

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from diffusers_omni_offload.platform import CpuPlatform, Platform
+from diffusers_omni_offload.platform import CpuPlatform, Platform, Stream
 from diffusers_omni_offload.streaming.order import Order
 from diffusers_omni_offload.streaming.slots import Slot, SlotPool
 from diffusers_omni_offload.streaming.streamer import Streamer
 from diffusers_omni_offload.streaming.transport import HostToDevice
 from diffusers_omni_offload.weights.leaves import find_leaves
-from diffusers_omni_offload.weights.master import Master
+from diffusers_omni_offload.weights.packed import PackedMaster
 from diffusers_omni_offload.weights.pinning import PinnedBudget
 from tests import tiny
 from tests.tiny.toy import ToyBlock
@@ -202,26 +202,25 @@ def test_slots_are_no_inference_tensors(platform: Platform) -> None:
 # ---------------------------------------------------------------------- streamer
 
 
-class RecordingTransport:
+class RecordingTransport(HostToDevice):
     """Copies, and notes which masters were copied; raises `error` before the copy that `fails_at` counts down to."""
 
     def __init__(self) -> None:
-        self.copied: list[Master] = []
+        self.copied: list[PackedMaster] = []
         self.fails_at: int | None = None
         self.fails_after_copy = False
         self.error: type[BaseException] = KeyboardInterrupt
-        self._real = HostToDevice()
 
-    def copy(self, master: Master, slot: Slot) -> int:
+    def load(self, master: PackedMaster, slot: Slot, copies: Stream) -> int:
         if self.fails_at is not None:
             self.fails_at -= 1
             if self.fails_at < 0:
                 self.fails_at = None
                 if self.fails_after_copy:
-                    self._real.copy(master, slot)
+                    super().load(master, slot, copies)
                 raise self.error
         self.copied.append(master)
-        return self._real.copy(master, slot)
+        return super().load(master, slot, copies)
 
 
 class Rig:
@@ -233,7 +232,7 @@ class Rig:
         self.transport = RecordingTransport()
         self.blocks = [self._block(index) for index in range(total)]
         self.twins = [self._block(index).to(platform.device) for index in range(total)]
-        self.streamer = Streamer(platform, slots, self.transport)
+        self.streamer = Streamer(platform, slots, [self.transport])
         budget = PinnedBudget(True)
         masters = [self._master(block, f"blocks.{i}", platform, budget) for i, block in enumerate(self.blocks)]
         self.numbers: list[list[int]] = []
@@ -251,8 +250,8 @@ class Rig:
         return ToyBlock(16, (16, 48, 32)[index % 3], seed=index).eval().requires_grad_(False)
 
     @staticmethod
-    def _master(block: ToyBlock, path: str, platform: Platform, budget: PinnedBudget) -> Master:
-        master = Master(lambda: find_leaves(block, path), [block], path, platform, budget)
+    def _master(block: ToyBlock, path: str, platform: Platform, budget: PinnedBudget) -> PackedMaster:
+        master = PackedMaster(lambda: find_leaves(block, path), [block], path, platform, budget)
         master.pack()
         return master
 
@@ -547,7 +546,7 @@ def test_wan_moves_nothing_of_its_second_dit_before_the_boundary(device: torch.d
     pipe, call = tiny.build_wan(num_layers=5)
     handle = pipe.enable_omni_offload("layer")
     transport = RecordingTransport()
-    handle.backend.streamer._transport = transport
+    handle.backend.streamer.transports = (transport,)
     components: list[set[str]] = []
     demand_loads: list[int] = []
 

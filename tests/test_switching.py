@@ -25,7 +25,7 @@ from diffusers_omni_offload.streaming.slots import Slot
 from diffusers_omni_offload.streaming.stages import Stages
 from diffusers_omni_offload.weights import leaves, pinning
 from diffusers_omni_offload.weights.leaves import Layout
-from diffusers_omni_offload.weights.master import Master
+from diffusers_omni_offload.weights.packed import PackedMaster
 from diffusers_omni_offload.weights.pinning import HostBuffer
 from tests import tiny
 from tests.comparing import State, leftovers, modules
@@ -94,7 +94,7 @@ class Held:
             accelerator.memory_allocated(),
             sim.stats()["pinned_current"],
             kinds.count(HostBuffer),
-            kinds.count(Master),
+            kinds.count(PackedMaster),
             sum(issubclass(kind, torch.Tensor) for kind in kinds),
         )
 
@@ -422,7 +422,7 @@ def test_a_switch_that_fails_keeps_the_old_mode(
         (hooks, "remove_owned", 3),
         (EntryPoints, "remove", 1),
         (Mediation, "remove", 0),
-        (Master, "release", 1),
+        (PackedMaster, "release", 1),
         (Stages, "give_up_all", 0),
         (Residency, "move_to_host", 0),
     ],

@@ -21,13 +21,15 @@ from diffusers_omni_offload.platform import Platform
 from diffusers_omni_offload.streaming.stages import PackedStage, Stages
 from diffusers_omni_offload.streaming.stalls import StallMeter
 from diffusers_omni_offload.streaming.streamer import Streamer
+from diffusers_omni_offload.streaming.transport import HostToDevice
 from diffusers_omni_offload.weights.leaves import find_leaves
-from diffusers_omni_offload.weights.master import Master
+from diffusers_omni_offload.weights.packed import PackedMaster
 from diffusers_omni_offload.weights.pinning import PinnedBudget
 from tests import simdevice, tiny, waits
 from tests.waits import Site
 
 STREAMER = "diffusers_omni_offload/streaming/streamer.py"
+TRANSPORT = "diffusers_omni_offload/streaming/transport.py"
 
 #: Rates at which a block of the toy computes for much longer than its copy takes, or for much less.
 COMPUTE_BOUND = {"flops_per_s": 1e8}
@@ -215,7 +217,7 @@ def a_stage_is_given_up_before_it_was_entered() -> None:
     streamer = Streamer(platform, 2)
     stages = Stages(streamer)
     module = torch.nn.Linear(256, 256)
-    master = Master(lambda: find_leaves(module, "encoder"), [module], "encoder", platform, PinnedBudget(True))
+    master = PackedMaster(lambda: find_leaves(module, "encoder"), [module], "encoder", platform, PinnedBudget(True))
     master.pack()
     stage = PackedStage("encoder", "encoder", module, master, streamer)
     stages.add(module, stage)
@@ -285,9 +287,9 @@ SCENARIOS: dict[Site, Callable[[], None]] = {
     ): a_resident_block_reads_tied_weights,
     Site(STREAMER, "Streamer._mark_free", 0, "stream.wait_event(slot.free)"): two_streams_read_one_slot,
     Site(STREAMER, "Streamer._mark_free", 1, "slot.free.record(stream)"): compute_is_slow,
-    Site(STREAMER, "Streamer._load", 0, "self._copies.wait_event(slot.free)"): compute_is_slow,
-    Site(STREAMER, "Streamer._load", 1, "with self._copies:"): copies_overlap_with_compute,
-    Site(STREAMER, "Streamer._load", 2, "slot.ready.record(self._copies)"): transfer_is_slow,
+    Site(TRANSPORT, "HostToDevice.load", 0, "copies.wait_event(slot.free)"): compute_is_slow,
+    Site(TRANSPORT, "HostToDevice.load", 1, "with copies:"): copies_overlap_with_compute,
+    Site(TRANSPORT, "HostToDevice.load", 2, "slot.ready.record(copies)"): transfer_is_slow,
 }
 
 
@@ -370,8 +372,8 @@ def test_a_wait_is_removed_and_nothing_else() -> None:
 
 
 def test_modules_are_not_left_with_mutants(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = Streamer._load
+    before = HostToDevice.load
     with monkeypatch.context() as patch:
-        waits.without(next(s for s in SCENARIOS if s.function == "Streamer._load"), patch)
-        assert Streamer._load is not before
-    assert Streamer._load is before
+        waits.without(next(s for s in SCENARIOS if s.function == "HostToDevice.load"), patch)
+        assert HostToDevice.load is not before
+    assert HostToDevice.load is before

@@ -32,7 +32,7 @@ from diffusers_omni_offload.weights.leaves import (
     rebind,
     require_plain,
 )
-from diffusers_omni_offload.weights.master import Master
+from diffusers_omni_offload.weights.packed import PackedMaster
 from diffusers_omni_offload.weights.pinning import HostBuffer, PinnedBudget
 from diffusers_omni_offload.weights.snapshot import Snapshot
 from tests import tiny
@@ -117,10 +117,10 @@ def module_of(**tensors: torch.Tensor) -> nn.Module:
     return module
 
 
-def master_of(module: nn.Module, platform: Platform | None = None, pin_memory: bool | int = True) -> Master:
+def master_of(module: nn.Module, platform: Platform | None = None, pin_memory: bool | int = True) -> PackedMaster:
     """A packed master of what is below `module`."""
     budget = PinnedBudget(pin_memory)
-    master = Master(lambda: find_leaves(module, "block"), [module], "block", platform or CpuPlatform(CPU), budget)
+    master = PackedMaster(lambda: find_leaves(module, "block"), [module], "block", platform or CpuPlatform(CPU), budget)
     master.pack()
     return master
 

@@ -19,6 +19,7 @@ from diffusers_omni_offload.topology.plan import ResolvedPlan
 from diffusers_omni_offload.weights.bitsandbytes import put_in_order
 from diffusers_omni_offload.weights.leaves import Leaf, distinct_leaves, move_back, require_plain
 from diffusers_omni_offload.weights.master import Master
+from diffusers_omni_offload.weights.packed import PackedMaster
 from diffusers_omni_offload.weights.pinning import PinnedBudget
 from diffusers_omni_offload.weights.wrappers import Home, move_wrappers, move_wrappers_back
 
@@ -106,12 +107,12 @@ class Masters:
         with _progress(len(units)) as advance:
             for unit in units:
                 find = partial(unit.leaves, self._shared_ids)
-                master = Master(find, [unit.module], unit.path, self._platform, self._budget)
+                master = PackedMaster(find, [unit.module], unit.path, self._platform, self._budget)
                 self._units[unit.module] = (unit, master)
                 _pack(master, undo)
                 advance()
         if shared:
-            self.shared = Master(lambda: shared, [], "shared leaves", self._platform, self._budget)
+            self.shared = PackedMaster(lambda: shared, [], "shared leaves", self._platform, self._budget)
             _pack(self.shared, undo)
 
     def held(self) -> set[int]:

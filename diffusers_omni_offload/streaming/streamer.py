@@ -7,7 +7,7 @@ the call ends, when weights are edited, and where whole components change places
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -29,7 +29,7 @@ class Streamer:
     Args:
         platform: the device.
         slot_count: number of slots.
-        transport: how bytes get into a slot.
+        transports: how bytes get into a slot; the first one that serves a master loads it.
 
     Attributes:
         loads: copies of blocks into slots so far.
@@ -37,14 +37,16 @@ class Streamer:
         bytes_moved: bytes of all copies to the device.
     """
 
-    def __init__(self, platform: Platform, slot_count: int, transport: Transport | None = None) -> None:
+    def __init__(self, platform: Platform, slot_count: int, transports: Sequence[Transport] = ()) -> None:
         self.platform = platform
         self.loads = self.demand_loads = self.bytes_moved = 0
         self.masters: list[Master | None] = []
         self.slots = SlotPool(slot_count, platform)
         self.order = Order()
         self.stalls = StallMeter(platform)
-        self._transport = transport or HostToDevice()
+        self.transports = tuple(transports) or (HostToDevice(),)
+        self._lookahead = max(transport.lookahead for transport in self.transports)
+        self._put_off: set[int] = set()
         self._copies = platform.stream()
         self._residents: set[int] = set()
         self._bound: dict[int, Master] = {}
@@ -66,8 +68,8 @@ class Streamer:
 
     @property
     def slot_nbytes(self) -> int:
-        """Bytes of the largest streamed block."""
-        return max((master.nbytes for master in self.masters if master is not None), default=0)
+        """Bytes that the largest streamed block needs."""
+        return max((master.slot_nbytes for master in self.masters if master is not None), default=0)
 
     def require_slots(self) -> None:
         """Allocate the slots, or others if the largest block has another size now."""
@@ -80,6 +82,8 @@ class Streamer:
         """Give the slots' device memory back until a block needs it again; no block may be running."""
         self.settle()
         self.slots.release()
+        for transport in self.transports:
+            transport.release()
         for master in self.masters:
             if master is not None:
                 master.forget_views()
@@ -94,7 +98,9 @@ class Streamer:
         self.require_slots()
         self.slots.forget()
         self.order.begin()
+        self._put_off.clear()
         self.stalls.restart()
+        self._expect([block for block in range(len(self.masters)) if block not in self._residents])
 
     def end(self) -> None:
         """A call has ended, however: nothing is bound and no copy is in flight when this returns."""
@@ -121,6 +127,8 @@ class Streamer:
     def wait_for_copies(self) -> None:
         """Wait on the host until nothing is read from any master any more."""
         self._copies.synchronize()
+        for transport in self.transports:
+            transport.settle()
 
     def enter(self, block: int) -> Slot | None:
         """Bind `block` to its slot for a forward on the current stream, and prefetch what comes next.
@@ -220,7 +228,9 @@ class Streamer:
             )
         self._load(block, self.masters[block], slot)
         self.loads += 1
-        self.demand_loads += 1
+        if block not in self._put_off:
+            self.demand_loads += 1
+        self._put_off.discard(block)
         return slot
 
     def _prefetch(self, block: int, count: int) -> None:
@@ -229,16 +239,40 @@ class Streamer:
             if self.slots.holding(expected) is None:
                 slot = self.slots.victim(upcoming)
                 if slot is None:
-                    return
+                    break
+                if not self._is_ready(expected):
+                    # Its bytes are being prepared: it is loaded when it runs, and the host has given out work by then.
+                    self._put_off.add(expected)
+                    break
                 self._load(expected, self.masters[expected], slot)
                 self.loads += 1
+        if self._lookahead:
+            self._expect(self.order.upcoming(block, count + self._lookahead, self._residents))
+
+    def _expect(self, blocks: Sequence[int]) -> None:
+        """Let transports prepare what isn't in a slot yet."""
+        if not self._lookahead:
+            return
+        missing = [self.masters[block] for block in blocks if self.slots.holding(block) is None]
+        for transport in self.transports:
+            if transport.lookahead:
+                served = [master for master in missing if master is not None and transport.serves(master)]
+                transport.expect(served[: transport.lookahead])
+
+    def _is_ready(self, block: int) -> bool:
+        master = self.masters[block]
+        assert master is not None
+        return self._transport_of(master).is_ready(master)
+
+    def _transport_of(self, master: Master) -> Transport:
+        for transport in self.transports:
+            if transport.serves(master):
+                return transport
+        raise RuntimeError(f"Nothing brings {master.path} to the device, a {type(master).__name__}.")
 
     def _load(self, block: int, master: Master | None, slot: Slot) -> None:
         assert master is not None
         slot.tag = None
         self.slots.touch(slot)
-        self._copies.wait_event(slot.free)
-        with self._copies:
-            self.bytes_moved += self._transport.copy(master, slot)
-        slot.ready.record(self._copies)
+        self.bytes_moved += self._transport_of(master).load(master, slot, self._copies)
         slot.tag = block

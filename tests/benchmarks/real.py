@@ -17,7 +17,7 @@ from torch import nn
 import diffusers_omni_offload
 from diffusers_omni_offload.platform import CpuPlatform
 from diffusers_omni_offload.weights.leaves import find_leaves
-from diffusers_omni_offload.weights.master import Master
+from diffusers_omni_offload.weights.packed import PackedMaster
 from diffusers_omni_offload.weights.pinning import PinnedBudget
 from tests import simdevice
 from tests.benchmarks.stacks import StackPipeline, WanLikeBlock, build
@@ -167,9 +167,9 @@ def _pack_and_copy(width: int, index: int) -> tuple[float, float]:
     gc.collect()
     platform, budget = CpuPlatform(torch.device("cpu")), PinnedBudget(False)
 
-    def pack() -> tuple[float, Master]:
+    def pack() -> tuple[float, PackedMaster]:
         begin = time.perf_counter()
-        master = Master(lambda: find_leaves(block, "block"), [block], "block", platform, budget)
+        master = PackedMaster(lambda: find_leaves(block, "block"), [block], "block", platform, budget)
         master.pack()
         return time.perf_counter() - begin, master
 
