@@ -21,6 +21,11 @@ _LISTS_BY_PATH = {
     "encoder_block_attrs": "block containers",
     "entry_points": "methods",
 }
+_STRINGS_BY_PATH = {
+    "offload_submodules": "a block container",
+    "encoder_component_types": "a component type",
+    "post_load": "a method",
+}
 
 
 def a_type(value: Any) -> str:
@@ -97,6 +102,56 @@ class SupportsModelCpuOffload(Protocol):
 
 
 @dataclass(frozen=True)
+class Stored:
+    """How a parameter lies in the checkpoint's file, if not whole, under its own name and in its own dtype.
+
+    The stored tensor's first dimension is divided into `groups` equal groups, and each group in proportion to `sizes`.
+    The parameter is, for one of `parts` after the other, that part of all groups.
+
+    >>> Stored(key="blocks.*.attn.qkv.weight", sizes=(1, 1, 1), parts=(0,))  # the first third of a fused weight
+    >>> Stored(key="blocks.*.qkv.weight", groups=8, sizes=(4, 1, 1), parts=(0, 1, 2))  # q, k, v of each of 8 groups
+
+    Raises TypeError where a field has the wrong shape and ValueError where a number makes no sense.
+    """
+
+    key: str
+    """Name in the checkpoint; a "*" stands for what the same "*" of the parameter's pattern stands for."""
+    groups: int = 1
+    """Number of equal groups."""
+    sizes: tuple[int, ...] = (1,)
+    """Sizes of a group's parts, in proportion: rows of heads, say, or (4, 1, 1)."""
+    parts: tuple[int, ...] = (0,)
+    """Which of the parts make up the parameter, in that order."""
+    cast: bool = False
+    """Whether the file may have another floating point dtype, which is cast while it is read."""
+
+    def __post_init__(self) -> None:
+        _check_path("Stored.key", self.key)
+        if not isinstance(self.cast, bool):
+            raise TypeError(f"Stored.cast is {self.cast!r} ({a_type(self.cast)}), but True or False is needed.")
+        for name in ("sizes", "parts"):
+            value = getattr(self, name)
+            if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+                raise TypeError(f"Stored.{name} is {a_type(value)}, but a sequence of whole numbers is needed.")
+            object.__setattr__(self, name, tuple(value))
+        numbers = {"groups": (self.groups,), "sizes": self.sizes, "parts": self.parts}
+        for name, values in numbers.items():
+            for number in values:
+                if type(number) is not int:
+                    raise TypeError(f"Stored.{name} holds {number!r} ({a_type(number)}), but whole numbers are needed.")
+        if self.groups < 1 or not self.sizes or min(self.sizes) < 1:
+            raise ValueError(
+                f"Stored.groups is {self.groups} and Stored.sizes is {self.sizes}; there has to be at least one group "
+                "and one size, and each at least 1."
+            )
+        if not self.parts or len(set(self.parts)) < len(self.parts) or set(self.parts) - set(range(len(self.sizes))):
+            raise ValueError(
+                f"Stored.parts is {self.parts}, but each of its numbers has to be one of 0 to {len(self.sizes) - 1} "
+                f"(there are {len(self.sizes)} sizes), and none may come twice."
+            )
+
+
+@dataclass(frozen=True)
 class OffloadPlan:
     """What can be offloaded in a pipeline, as declared by its author. All paths are dotted; nothing is looked up here.
 
@@ -124,6 +179,11 @@ class OffloadPlan:
     """Component path -> its methods besides `forward` that the pipeline calls and that use its weights: names, relative
     to the component ("forward_model", "image_head.sample"). Those that diffusers and transformers have (`encode`,
     `decode`, `generate` ...) are known without it."""
+    checkpoint_layouts: Mapping[str, Mapping[str, Stored]] = field(default_factory=dict)
+    """DiT path -> its parameters that the checkpoint has in another form: name relative to the DiT, where "*" is any
+    one step ("blocks.*.attn.to_q.weight") -> what the checkpoint has. The first pattern that fits counts."""
+    post_load: Mapping[str, str] = field(default_factory=dict)
+    """Component path -> its method without arguments that is called once its weights are there."""
 
     def __post_init__(self) -> None:
         for name, what in _LISTS_BY_PATH.items():
@@ -141,15 +201,15 @@ class OffloadPlan:
         object.__setattr__(
             self, "encoder_dlo_weight_replication", _checked_paths("encoder_dlo_weight_replication", replicated)
         )
-        for name in ("offload_submodules", "encoder_component_types"):
+        object.__setattr__(self, "checkpoint_layouts", _checked_layouts(self.checkpoint_layouts))
+        for name, what in _STRINGS_BY_PATH.items():
             mapping = _checked_mapping(name, getattr(self, name))
             for path, value in mapping.items():
                 if not isinstance(value, str):
                     raise TypeError(
-                        f"OffloadPlan.{name}[{path!r}] is {a_type(value)}, but one string is needed "
-                        f"({'a block container' if name == 'offload_submodules' else 'a component type'})."
+                        f"OffloadPlan.{name}[{path!r}] is {a_type(value)}, but one string is needed ({what})."
                     )
-                if name == "offload_submodules":
+                if name != "encoder_component_types":
                     _check_path(f"{name}[{path!r}]", value)
                 elif value not in ENCODER_COMPONENT_TYPES:
                     raise ValueError(
@@ -190,3 +250,19 @@ def _checked_mapping(name: str, value: Any) -> dict[str, Any]:
     for path in value:
         _check_path(f"OffloadPlan.{name}", path)
     return dict(value)
+
+
+def _checked_layouts(value: Any) -> FrozenMapping[Mapping[str, Stored]]:
+    layouts = _checked_mapping("checkpoint_layouts", value)
+    for path, patterns in layouts.items():
+        owner = f"checkpoint_layouts[{path!r}]"
+        for pattern, stored in _checked_mapping(owner, patterns).items():
+            if not isinstance(stored, Stored):
+                raise TypeError(f"OffloadPlan.{owner}[{pattern!r}] is {a_type(stored)}, but a Stored is needed.")
+            wanted, found = pattern.split(".").count("*"), stored.key.split(".").count("*")
+            if wanted != found:
+                raise ValueError(
+                    f"OffloadPlan.{owner} maps {pattern!r} to the key {stored.key!r}, but each '*' of one has to have "
+                    f"its '*' in the other; there are {wanted} and {found}."
+                )
+    return FrozenMapping({path: FrozenMapping(patterns) for path, patterns in layouts.items()})

@@ -13,6 +13,7 @@ from diffusers_omni_offload.declarations import (
     OFFLOAD_PLAN_ATTRIBUTE,
     FrozenMapping,
     OffloadPlan,
+    Stored,
     SupportsComponentDiscovery,
     SupportsModelCpuOffload,
 )
@@ -82,6 +83,8 @@ def full_plan() -> OffloadPlan:
         encoder_dlo_weight_replication={"text_encoder": True, "text_encoder_2": False},
         offload_submodules={"context_encoder": "layers"},
         encoder_component_types={"text_encoder": "text_encoder"},
+        checkpoint_layouts={"transformer": {"blocks.*.to_q.weight": Stored("blocks.*.qkv.weight", sizes=[1, 1, 1])}},
+        post_load={"transformer": "tie_tables"},
     )
 
 
@@ -133,9 +136,50 @@ def test_plan_survives_pickle_and_compares_by_value() -> None:
         ({"block_attrs": {"": ["blocks"]}}, ValueError, ["''"]),
         ({"offload_submodules": {"refiner": ["blocks"]}}, TypeError, ["offload_submodules['refiner']", "list"]),
         ({"encoder_component_types": {"t": "audio"}}, ValueError, ["'audio'", "text_encoder, image_encoder"]),
+        ({"post_load": {"transformer": ["tie"]}}, TypeError, ["post_load['transformer']", "list", "a method"]),
+        ({"post_load": {"transformer": "a..b"}}, ValueError, ["'a..b'", "joined by dots"]),
+        ({"post_load": "transformer"}, TypeError, ["post_load", "mapping"]),
+        ({"checkpoint_layouts": {"transformer": Stored("a")}}, TypeError, ["['transformer']", "Stored", "mapping"]),
+        ({"checkpoint_layouts": {"transformer": {"a": "b"}}}, TypeError, ["['transformer']['a']", "str", "Stored"]),
+        ({"checkpoint_layouts": {"transformer": {"a..b": Stored("a")}}}, ValueError, ["'a..b'"]),
+        ({"checkpoint_layouts": {"t": {"*.a": Stored("b")}}}, ValueError, ["'*.a'", "'b'", "1 and 0"]),
+        ({"checkpoint_layouts": {"t": {"a": Stored("b.*")}}}, ValueError, ["'a'", "'b.*'", "0 and 1"]),
     ],
 )
 def test_plan_refuses_wrong_shapes(fields: dict, error: type[Exception], words: list[str]) -> None:
     with pytest.raises(error) as caught:
         OffloadPlan(**fields)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_plan_freezes_the_layouts_of_the_checkpoint() -> None:
+    plan = full_plan()
+    assert plan.checkpoint_layouts["transformer"]["blocks.*.to_q.weight"].sizes == (1, 1, 1)
+    assert hash(plan.checkpoint_layouts) == hash(pickle.loads(pickle.dumps(plan)).checkpoint_layouts)
+    with pytest.raises(TypeError):
+        plan.checkpoint_layouts["transformer"]["a"] = Stored("b")  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "words"),
+    [
+        ({"key": 3}, TypeError, ["Stored.key", "3"]),
+        ({"key": ""}, ValueError, ["Stored.key", "''"]),
+        ({"groups": 0}, ValueError, ["Stored.groups is 0"]),
+        ({"groups": True}, TypeError, ["Stored.groups", "bool"]),
+        ({"sizes": 3}, TypeError, ["Stored.sizes", "an int", "sequence"]),
+        ({"sizes": "12"}, TypeError, ["Stored.sizes", "a str"]),
+        ({"sizes": ()}, ValueError, ["Stored.sizes is ()"]),
+        ({"sizes": (1, 0)}, ValueError, ["(1, 0)", "at least 1"]),
+        ({"sizes": (1.5,)}, TypeError, ["1.5", "whole numbers"]),
+        ({"parts": ()}, ValueError, ["Stored.parts is ()"]),
+        ({"parts": (1,)}, ValueError, ["Stored.parts is (1,)", "0 to 0"]),
+        ({"sizes": (1, 1), "parts": (0, 0)}, ValueError, ["(0, 0)", "twice"]),
+        ({"sizes": (1, 1), "parts": (-1,)}, ValueError, ["(-1,)", "0 to 1"]),
+        ({"cast": 1}, TypeError, ["Stored.cast", "1"]),
+    ],
+)
+def test_stored_refuses_what_makes_no_sense(fields: dict, error: type[Exception], words: list[str]) -> None:
+    with pytest.raises(error) as caught:
+        Stored(**{"key": "a", **fields})
     assert all(word in str(caught.value) for word in words), str(caught.value)
