@@ -17,6 +17,8 @@ DEFAULTS: dict[str, float] = {
     "d2h_bytes_per_s": 16e9,
     "pageable_bytes_per_s": 4e9,
     "copy_latency_s": 10e-6,
+    "fabric_bytes_per_s": 50e9,
+    "fabric_latency_s": 20e-6,
     "flops_per_s": 50e12,
     "mem_bytes_per_s": 600e9,
     "kernel_overhead_s": 2e-6,
@@ -42,11 +44,14 @@ STATS = (
     "compute_busy_ns",
     "h2d_busy_ns",
     "d2h_busy_ns",
+    "fabric_busy_ns",
     "kernels",
     "copies",
+    "collectives",
     "deferred_run",
     "h2d_bytes",
     "d2h_bytes",
+    "fabric_bytes",
     "pinned_current",
     "pinned_peak",
     "hazards",
@@ -151,6 +156,19 @@ def reset_clock() -> None:
 def advance_host(seconds: float) -> None:
     """Let the host work for so many modelled seconds."""
     _lib().sim_host_advance(seconds)
+
+
+def start_afresh() -> None:
+    """Default options, streams and device, no hazards, the clock at zero: as after `install()`."""
+    # Copies that are left in flight may be faulty: run them with the checks recorded, not raised.
+    configure(race=1)
+    for index in range(torch.accelerator.device_count()):
+        torch.accelerator.synchronize(index)
+        torch.accelerator.set_stream(torch.get_device_module("sim").default_stream(index))
+    torch.accelerator.set_device_index(0)
+    restore_defaults()
+    clear_hazards()
+    reset_clock()
 
 
 def hazards() -> list[str]:

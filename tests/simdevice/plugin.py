@@ -54,24 +54,12 @@ def _simulated_device_is_clean(request: pytest.FixtureRequest) -> Iterator[None]
         yield
         return
     request.getfixturevalue("device")
-    _start_afresh()
+    simdevice.start_afresh()
     # The collection below need not look at torch's and diffusers' own hundreds of thousands of objects.
     gc.freeze()
     yield
     gc.collect()
     found = simdevice.hazards()
-    _start_afresh()
+    simdevice.start_afresh()
     if found and request.node.get_closest_marker("expects_hazards") is None:
         pytest.fail("the test left hazards on the simulated device:\n" + "\n".join(found), pytrace=False)
-
-
-def _start_afresh() -> None:
-    # Copies that a test has left in flight may be faulty: run them with the checks recorded, not raised.
-    simdevice.configure(race=1)
-    for index in range(torch.accelerator.device_count()):
-        torch.accelerator.synchronize(index)
-        torch.accelerator.set_stream(torch.get_device_module("sim").default_stream(index))
-    torch.accelerator.set_device_index(0)
-    simdevice.restore_defaults()
-    simdevice.clear_hazards()
-    simdevice.reset_clock()

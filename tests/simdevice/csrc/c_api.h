@@ -4,6 +4,7 @@
 #include <cmath>
 #include <sstream>
 
+#include "collectives.h"
 #include "guard.h"
 
 namespace simdevice {
@@ -16,8 +17,11 @@ inline int64_t counter(const std::string& name, int device_index) {
   if (name == "compute_busy_ns") return device.compute_busy;
   if (name == "h2d_busy_ns") return device.h2d_busy;
   if (name == "d2h_busy_ns") return device.d2h_busy;
+  if (name == "fabric_busy_ns") return device.fabric_busy;
   if (name == "kernels") return m.kernels;
   if (name == "copies") return m.copies;
+  if (name == "collectives") return m.collectives;
+  if (name == "fabric_bytes") return m.fabric_bytes;
   if (name == "deferred_run") return m.deferred_run;
   if (name == "h2d_bytes") return m.h2d_bytes;
   if (name == "d2h_bytes") return m.d2h_bytes;
@@ -45,9 +49,10 @@ inline void reset_clock() {
   m.host_time = m.epoch = latest;
   for (DeviceState& device : m.devices) {
     release_pending(device);
-    device.compute_busy = device.h2d_busy = device.d2h_busy = 0;
+    device.compute_busy = device.h2d_busy = device.d2h_busy = device.fabric_busy = 0;
   }
   m.kernels = m.copies = m.deferred_run = m.h2d_bytes = m.d2h_bytes = 0;
+  m.collectives = m.fabric_bytes = 0;
   m.pinned_bytes.reset_peak();
   m.trace.clear();
 }
@@ -64,6 +69,8 @@ void sim_init() {
   at::RegisterPrivateUse1HooksInterface(new simdevice::Hooks());
   at::setHostAllocator(simdevice::kSim, simdevice::pinned_allocator());
 }
+
+void sim_register_collectives() { simdevice::register_collectives(); }
 
 // Returns 0, or -1 if there is no such option.
 int sim_set(const char* name, double value) {

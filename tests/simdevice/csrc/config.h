@@ -10,6 +10,8 @@ struct Config {
   double d2h_bytes_per_s = 16e9;
   double pageable_bytes_per_s = 4e9;
   double copy_latency_s = 10e-6;
+  double fabric_bytes_per_s = 50e9;  // what a rank receives from the others in a collective
+  double fabric_latency_s = 20e-6;   // per collective
   double flops_per_s = 50e12;
   double mem_bytes_per_s = 600e9;
   double kernel_overhead_s = 2e-6;  // on the device, per kernel
@@ -38,6 +40,8 @@ struct Config {
         {"d2h_bytes_per_s", &Config::d2h_bytes_per_s},
         {"pageable_bytes_per_s", &Config::pageable_bytes_per_s},
         {"copy_latency_s", &Config::copy_latency_s},
+        {"fabric_bytes_per_s", &Config::fabric_bytes_per_s},
+        {"fabric_latency_s", &Config::fabric_latency_s},
         {"flops_per_s", &Config::flops_per_s},
         {"mem_bytes_per_s", &Config::mem_bytes_per_s},
         {"kernel_overhead_s", &Config::kernel_overhead_s},

@@ -13,8 +13,6 @@
 
 namespace simdevice {
 
-inline bool starts_with(const std::string& name, const char* prefix) { return name.rfind(prefix, 0) == 0; }
-
 // Operators that take CPU index tensors, as on CUDA.
 inline bool accepts_cpu_indices(const std::string& name) {
   return name == "aten::index" || name == "aten::index_put_" || name == "aten::_index_put_impl_" ||

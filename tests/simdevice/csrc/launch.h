@@ -7,6 +7,8 @@
 
 namespace simdevice {
 
+inline bool starts_with(const std::string& name, const char* prefix) { return name.rfind(prefix, 0) == 0; }
+
 inline int64_t bytes_of(const Tensor& tensor) { return tensor.numel() * static_cast<int64_t>(tensor.itemsize()); }
 
 // Floating point operations of a kernel; one per output element if it is none of the known ones.

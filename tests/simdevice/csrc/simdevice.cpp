@@ -16,6 +16,7 @@
 #include "attention.h"
 #include "autocast.h"
 #include "c_api.h"
+#include "collectives.h"
 #include "convolution.h"
 #include "copies.h"
 #include "fallback.h"

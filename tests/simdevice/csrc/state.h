@@ -75,8 +75,9 @@ struct PendingFree {
 };
 
 struct DeviceState {
-  int64_t compute_time = 0, h2d_time = 0, d2h_time = 0;  // when each engine is free
-  int64_t compute_busy = 0, h2d_busy = 0, d2h_busy = 0;
+  int64_t compute_time = 0, h2d_time = 0, d2h_time = 0, fabric_time = 0;  // when each engine is free
+  int64_t compute_busy = 0, h2d_busy = 0, d2h_busy = 0, fabric_busy = 0;
+  int collective_stream = -1;  // of asynchronous collectives, once there was one
   c10::CachingAllocator::Stat allocated, active, count, requested;
   std::vector<PendingFree> pending_frees;
   int64_t out_of_memory = 0;
@@ -113,6 +114,7 @@ struct Machine {
   std::vector<TraceRow> trace;
   std::vector<std::string> hazards;
   int64_t kernels = 0, copies = 0, deferred_run = 0, h2d_bytes = 0, d2h_bytes = 0;
+  int64_t collectives = 0, fabric_bytes = 0;
 
   Machine() {
     for (int device = 0; device < kMaxDevices; ++device) add_stream(device);
