@@ -15,12 +15,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-
-from diffusers_omni_offload.parallel import WeightGroup
 
 T = TypeVar("T")
 
@@ -36,6 +34,17 @@ _MISSING = object()
 #: Default process group -> what an agreement is called -> the number of its next exchange. Numbers go on from one
 #: agreement to the next of that name, so that none finds what an earlier one has left.
 _numbers: WeakKeyDictionary[Any, dict[str, int]] = WeakKeyDictionary()
+
+
+class Ranks(Protocol):
+    """Who agrees; see `WeightGroup`."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def process_group(self) -> Any: ...
 
 
 class AgreementError(RuntimeError):
@@ -74,11 +83,11 @@ class Agreement:
         timeout: seconds that ranks wait for each other; None takes the process group's timeout.
     """
 
-    def __init__(self, group: WeightGroup, name: str, timeout: float | None = None) -> None:
+    def __init__(self, group: Ranks, name: str, timeout: float | None = None) -> None:
         self.group = group
         self.timeout = 0.0
         self._has_failed = False
-        if group.size == 1:
+        if len(group.ranks) == 1:
             return
         self.timeout = _timeout_of(group.process_group) if timeout is None else timeout
         self._key = f"omni offload/{name}/{'-'.join(map(str, group.ranks))}"
@@ -98,7 +107,7 @@ class Agreement:
             RankFailed: one of them failed; this doesn't wait for the others.
             RanksDisagree: they are about to do different things.
         """
-        if self.group.size == 1:
+        if len(self.group.ranks) == 1:
             own: dict[str, Any] = json.loads(json.dumps(dict(facts)))
             return [own]
         self._has_failed = False
@@ -140,7 +149,7 @@ class Agreement:
 
         Nothing needs to be said after an exchange that raised: the others know.
         """
-        if self.group.size > 1 and not self._has_failed:
+        if len(self.group.ranks) > 1 and not self._has_failed:
             self._leave_note(self._next_number(), error)
 
     def _answers(self, number: int, answer: Mapping[str, Any], what: str) -> list[dict[str, Any]]:

@@ -82,19 +82,23 @@ class Stage:
         self._turn = 0
 
     def load(self, master: FileMaster) -> Slot:
-        """Load into the next slot and let the compute stream wait for it; nothing waits on the host."""
+        """Load into the next slot. Nothing waits for the copy, so that the device may put it off."""
         slot = self.slots[self._turn % len(self.slots)]
         self._turn += 1
         assert self.staging.load(master, slot, self.copies) == master.nbytes
-        self.platform.current_stream().wait_event(slot.ready)
         return slot
 
-    def run(self, master: FileMaster) -> torch.Tensor:
-        """Load, and have the device compute with the slot: a copy of its bytes, on the device."""
-        slot = self.load(master)
+    def compute(self, slot: Slot, master: FileMaster) -> torch.Tensor:
+        """Have the device read the slot: a copy of its bytes, on the device."""
+        stream = self.platform.current_stream()
+        stream.wait_event(slot.ready)
         output = slot.buffer[: master.nbytes].clone()
-        slot.free.record(self.platform.current_stream())
+        slot.free.record(stream)
         return output
+
+    def run(self, master: FileMaster) -> torch.Tensor:
+        """Load and compute."""
+        return self.compute(self.load(master), master)
 
 
 def eventually(condition: Callable[[], object], seconds: float = 10.0) -> None:

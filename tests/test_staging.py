@@ -1,4 +1,4 @@
-"""Staging: the bytes of files come into slots, whatever the order, the errors and the interrupts; nothing stays behind."""
+"""Staging: the bytes of files come into slots, whatever the order, errors and interrupts; nothing stays behind."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ import torch
 
 from diffusers_omni_offload.streaming import reader as reader_module
 from diffusers_omni_offload.streaming import staging as staging_module
+from diffusers_omni_offload.streaming.transport import Transport
 from tests.staged import FileMaster, Gate, Stage, eventually
 
 ROOT = Path(__file__).parent.parent
@@ -77,9 +78,9 @@ def test_any_sequence_gives_the_right_bytes(place: torch.device, count: int, see
     """Expected, skipped, repeated and unexpected masters of several sizes; reads and the device are late at times."""
     rng = random.Random(f"{count} {seed}")
     blocks = [FileMaster(n, rng.choice([256, 4096, 5000]), seconds=rng.choice([0, 0, 0.002])) for n in range(6)]
-    stage = Stage(place, count=count, nbytes=5000)
+    stage = Stage(place, count=count, slots=3, nbytes=5000)
     for _ in range(3):
-        outputs, position = [], 0
+        outputs, position, loaded = [], 0, None
         for _ in range(25):
             action = rng.choice(["follow", "follow", "follow", "skip", "repeat", "jump", "only expect", "wait"])
             position = {"skip": position + 2, "repeat": position, "jump": rng.randrange(6)}.get(action, position + 1)
@@ -90,12 +91,23 @@ def test_any_sequence_gives_the_right_bytes(place: torch.device, count: int, see
                 stage.staging.expect(upcoming)
             else:
                 master = blocks[position % 6]
-                outputs.append((master, stage.run(master)))
+                # As in a streamer: the block before computes when this one's copy is issued, and may not have begun.
+                before, loaded = loaded, (stage.load(master), master)
                 if rng.random() < 0.8:
                     stage.staging.expect(upcoming)
+                if before is not None:
+                    outputs.append((before[1], stage.compute(*before)))
         stage.staging.settle()
         check(outputs)
     stage.staging.release()
+
+
+def test_it_is_a_transport_of_masters_in_files(place: torch.device) -> None:
+    stage = Stage(place, count=3)
+    transport: Transport = stage.staging
+    assert transport.lookahead == 3 and transport.serves(FileMaster(0)) and not transport.serves(torch.nn.Module())
+    transport.settle()
+    transport.release()
 
 
 def test_works_in_inference_mode_and_out_of_it(place: torch.device) -> None:
@@ -405,6 +417,7 @@ import os, sys, time, torch
 from tests import simdevice
 simdevice.install()
 import diffusers_omni_offload.streaming.reader as reader
+from diffusers_omni_offload.streaming.transport import Transport
 from tests.staged import FileMaster, Gate, Stage, eventually
 reader._PATIENCE = 1.0
 stage, a, b = Stage(torch.device("sim", 0)), FileMaster(0), FileMaster(1)

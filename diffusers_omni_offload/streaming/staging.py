@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -70,13 +71,15 @@ class Staging:
         count: number of buffers, each of the size of the largest master that was expected.
 
     Attributes:
+        lookahead: as many masters as there are buffers.
         demand_reads: reads that began only when their bytes were needed.
         waited_seconds: how long `load` has kept the host waiting for reads.
     """
 
     def __init__(self, platform: Platform, budget: PinnedBudget, count: int = 2) -> None:
+        self.lookahead = count
         self.demand_reads, self.waited_seconds = 0, 0.0
-        self._platform, self._budget, self._count = platform, budget, count
+        self._platform, self._budget = platform, budget
         self._counts = ReadCounts()
         # The least recently used one comes first.
         self._buffers: list[_Buffer] = []
@@ -95,19 +98,23 @@ class Staging:
         """Bytes of these reads."""
         return self._counts.read_bytes
 
-    def expect(self, masters: Sequence[Readable]) -> None:
+    def serves(self, master: Any) -> bool:
+        """Whether it is a master whose bytes are in files."""
+        return hasattr(master, "read_into")
+
+    def expect(self, masters: Sequence[Any]) -> None:
         """Read ahead what `load` will be asked for next, in this order; what was expected before counts no more."""
         if self._platform.is_asynchronous:
             self._expected = list(masters)
             self._read_ahead()
 
-    def is_ready(self, master: Readable) -> bool:
+    def is_ready(self, master: Any) -> bool:
         """Whether the master's bytes are staged, so that `load` won't keep the host waiting."""
         buffer = self._holding(master)
         read = None if buffer is None else buffer.read
         return read is not None and read.done.is_set() and read.error is None
 
-    def load(self, master: Readable, slot: Slot, copies: Stream) -> int:
+    def load(self, master: Any, slot: Slot, copies: Stream) -> int:
         """Copy the master's bytes into `slot.buffer` once that is free, and record `slot.ready`.
 
         Args:
@@ -198,7 +205,7 @@ class Staging:
                 self._begin_read(master)
 
     def _wanted(self) -> list[Readable]:
-        return list(dict.fromkeys(self._expected))[: self._count]
+        return list(dict.fromkeys(self._expected))[: self.lookahead]
 
     def _begin_read(self, master: Readable) -> _Buffer:
         reader, buffer = self._require_reader(), self._victim()
@@ -214,7 +221,7 @@ class Staging:
     def _require_reader(self) -> Reader:
         if self._reader is None or not self._reader.is_serving:
             _left_behind.extend(buffer.host for buffer in self._buffers if buffer.host is not None)
-            self._buffers = [_Buffer(self._platform) for _ in range(self._count)]
+            self._buffers = [_Buffer(self._platform) for _ in range(self.lookahead)]
             self._reader = Reader(self._platform.device, self._counts)
             self._end = weakref.finalize(self, self._reader.end)
             self._reader.start()
