@@ -19,7 +19,7 @@ MODES = ("layer", "module")
 CHOICES = (*MODES, "resident")
 """What a mapping of components may choose for each."""
 SOURCES = ("auto", "memory", "checkpoint")
-"""Where streamed weights are: in host memory, in the files that they were loaded from, or where the loader left them."""
+"""Where streamed weights are: in host memory, in the files that they came from, or where the loader left them."""
 RESIDENT_POLICIES = ("spread", "leading")
 MAX_SLOTS = 64
 

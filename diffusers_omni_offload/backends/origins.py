@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable
 
 from torch import nn
 
@@ -10,7 +10,7 @@ from diffusers_omni_offload.backends.masters import Unit
 from diffusers_omni_offload.messages import logger
 from diffusers_omni_offload.topology.plan import BlockStack, ResolvedPlan
 from diffusers_omni_offload.weights.checkpoint import CheckpointError
-from diffusers_omni_offload.weights.leaves import Leaf, find_leaves, is_plain
+from diffusers_omni_offload.weights.leaves import Leaf, is_plain
 from diffusers_omni_offload.weights.mapped import Origin
 from diffusers_omni_offload.weights.proof import Sources, find_checkpoint, prove, remembered, stored_weights
 from diffusers_omni_offload.weights.sources import LeafSource, same_bytes
@@ -23,13 +23,14 @@ class Origins:
     Making it reads the headers of files, and no weights; nothing is changed.
 
     Args:
-        plan: the plan.
+        plan: the plan; None has no weights.
     """
 
-    def __init__(self, plan: ResolvedPlan) -> None:
+    def __init__(self, plan: ResolvedPlan | None = None) -> None:
         self._known: dict[int, LeafSource] = {}
         self._served: set[int] = set()
-        self._modules: list[nn.Module] = [component.module for component in plan.components]
+        if plan is None:
+            return
         for component in plan.components:
             known = remembered(component.module)
             if known is not None:
@@ -46,7 +47,7 @@ class Origins:
         Raises:
             CheckpointError: a file can't be read or was changed.
         """
-        if id(unit.module) not in self._served:
+        if not self.serves(unit):
             return {}
         found = {}
         for leaf in unit.leaves():
@@ -55,21 +56,24 @@ class Origins:
                 found[id(leaf.tensor)] = (leaf.tensor, source)
         return found
 
-    def realize(self, served: Mapping[int, object]) -> None:
-        """Read what is withheld and isn't among `served`: it goes to memory or to the device.
+    def realize(self, leaves: Iterable[Leaf]) -> None:
+        """Read those that are withheld, to have them in memory.
 
         Raises:
             CheckpointError: a file can't be read or was changed.
         """
-        for leaf in self._withheld():
-            if id(leaf.tensor) not in served:
+        for leaf in leaves:
+            if is_withheld(leaf.tensor):
                 give_back(leaf.tensor, self._known[id(leaf.tensor)].read())
 
-    def _withheld(self) -> Iterator[Leaf]:
-        for module in self._modules:
-            for leaf in find_leaves(module, ""):
-                if is_withheld(leaf.tensor) and id(leaf.tensor) in self._known:
-                    yield leaf
+    def serves(self, unit: Unit) -> bool:
+        """Whether a unit's weights stay in files."""
+        return id(unit.module) in self._served
+
+    @property
+    def are_used(self) -> bool:
+        """Whether any weights stay in files."""
+        return bool(self._served)
 
     def _serve(self, plan: ResolvedPlan, stack: BlockStack) -> None:
         component = plan.component(stack.component)
@@ -102,3 +106,9 @@ def _is_unchanged(leaf: Leaf, source: LeafSource) -> bool:
         return False
     tensor = leaf.tensor
     return same_bytes(tensor.detach() if tensor.device.type == "cpu" else tensor.detach().to("cpu"), source)
+
+
+def readable(module: nn.Module) -> set[int]:
+    """`id` of the weights of a component that can be read from the files that it was loaded from."""
+    sources, tensors = remembered(module) or {}, stored_weights(module)
+    return {id(tensors[path]) for path in sources if path in tensors}

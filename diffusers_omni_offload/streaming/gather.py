@@ -11,7 +11,6 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from diffusers_omni_offload.platform import Platform, Stream

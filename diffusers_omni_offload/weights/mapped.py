@@ -9,7 +9,7 @@ from torch import nn
 
 from diffusers_omni_offload.weights.checkpoint import CheckpointFile
 from diffusers_omni_offload.weights.leaves import Leaf, copy_with_strides, place_apart, require_plain, span_bytes
-from diffusers_omni_offload.weights.master import Master, view_in_mode
+from diffusers_omni_offload.weights.master import Master
 from diffusers_omni_offload.weights.sources import BlockSource, LeafSource
 from diffusers_omni_offload.weights.withheld import give_back, is_withheld, withhold
 

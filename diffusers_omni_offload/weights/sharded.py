@@ -199,6 +199,10 @@ class ShardedMaster(Master):
             raise RuntimeError(changed_message(self._paths[id(tensor)]))
         return False
 
+    def realize(self) -> None:
+        """Raises RuntimeError: one rank alone can't."""
+        raise RuntimeError(changed_message(self.path))
+
     def release(self) -> None:
         """Unlock the share. Leaves that weren't restored stay withheld, and are lost."""
         self._bindings.clear()

@@ -26,7 +26,7 @@ _ALLOWED: frozenset[Any] = frozenset(
 
 #: Its insides are on meta, but whoever asks wants to know where it is at home.
 _ANSWERS: dict[Any, Any] = {
-    torch.Tensor.device.__get__: torch.device("cpu"),  # type: ignore[attr-defined]
+    torch.Tensor.device.__get__: torch.device("cpu"),
     torch.Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
     torch.Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
 }
