@@ -18,6 +18,7 @@ from diffusers_omni_offload.declarations import Stored
 from diffusers_omni_offload.weights.checkpoint import Checkpoint, CheckpointError, Entry, variants_in
 from diffusers_omni_offload.weights.kinds import PLAIN_TYPES
 from diffusers_omni_offload.weights.sources import LeafSource, Segment, same_bytes
+from diffusers_omni_offload.weights.withheld import give_back, is_withheld
 
 Sources = Mapping[str, LeafSource]
 """Path of a parameter or persistent buffer, relative to the module -> where its bytes are."""
@@ -101,6 +102,14 @@ def remember(module: nn.Module, sources: Sources) -> None:
 def remembered(module: nn.Module) -> Sources | None:
     """What was proven of a module when it was loaded."""
     return _proofs.get(module)
+
+
+def read_withheld(module: nn.Module) -> None:
+    """Give the withheld weights of a module that was loaded from the checkpoint their bytes, cast and put together."""
+    sources = remembered(module) or {}
+    for path, tensor in stored_weights(module).items():
+        if path in sources and is_withheld(tensor):
+            give_back(tensor, sources[path].read())
 
 
 def stored_weights(module: nn.Module) -> dict[str, torch.Tensor]:
