@@ -11,10 +11,11 @@ import torch
 from diffusers_omni_offload.advice import what_fits
 from diffusers_omni_offload.backends import DelegatedBackend, PlanBackend, get_offload_backend, is_delegated, preflight
 from diffusers_omni_offload.composition import composed_class, stock_class
-from diffusers_omni_offload.config import OffloadConfig
+from diffusers_omni_offload.config import OffloadConfig, OffloadStrategy
 from diffusers_omni_offload.handle import HANDLE_ATTRIBUTE, OffloadHandle, omni_offload
 from diffusers_omni_offload.hooks import COMPONENT_HOOK, owned_hook
 from diffusers_omni_offload.messages import logger
+from diffusers_omni_offload.parallel import with_parallel_facts
 from diffusers_omni_offload.platform import platform_for, resolve_device
 from diffusers_omni_offload.registry import adapter_for
 from diffusers_omni_offload.siblings import (
@@ -82,6 +83,8 @@ def enable_from_config(
 ) -> OffloadHandle:
     """`enable_omni_offload` for a configuration that was parsed before; see there."""
     where = resolve_device(device)
+    if config.strategy is OffloadStrategy.DISTRIBUTED_LAYERWISE:
+        config = with_parallel_facts(config, dict(iterate_modules(pipe)))
     handle = omni_offload(pipe)
     if handle is not None and handle.config == config and handle.backend.device == where:
         return handle

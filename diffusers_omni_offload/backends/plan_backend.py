@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from inspect import Signature
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ class PlanBackend(OffloadBackend):
         self.origins = Origins(plan)
         self.streamer = Streamer(self.platform, self.config.slots, self.transports())
         self.stages = Stages(self.streamer)
-        self.scope = CallScope(self.streamer, self.stages, self.audit, self._after_call)
+        self.scope = CallScope(self.streamer, self.stages, self.audit, self._after_call, self._call_failed)
         self.masters = Masters(self.making())
         self.blocks = HookedBlocks(self.streamer, self.masters)
         self.residency = Residency(self.device)
@@ -326,6 +327,26 @@ class PlanBackend(OffloadBackend):
                 yield
             self.refresh()
 
+    @contextmanager
+    def gather(self) -> Iterator[None]:
+        """In the body every offloaded weight can be read and changed between calls, as most can anyway: what a
+        checkpoint has in another form is read into host memory, where it stays.
+
+        Raises:
+            CheckpointError: a file can't be read or was changed.
+            RuntimeError: a call is running.
+        """
+        with self.scope.exclusive("gathered"):
+            for master in self.masters:
+                master.realize()
+        yield
+
+    def agree_on_call(self, name: str, signature: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """A call of a pipeline is about to begin; there is nobody to agree with."""
+
+    def refuse_cast(self) -> None:
+        """Weights are about to be cast; RuntimeError if they can't be."""
+
     def opened(self, prepare: Callable[[], None] | None = None) -> AbstractContextManager[None]:
         """Be inside a call for the body; `prepare` runs first if this is the outermost one."""
         if self.scope.is_open:
@@ -368,6 +389,9 @@ class PlanBackend(OffloadBackend):
             return  # A call of an encoder alone, say: too short for a verdict. The next one may do.
         self._reported = True
         logger.info("%s", first_call_summary(list(self.masters), self.streamer, self.stages, waited))
+
+    def _call_failed(self) -> None:
+        """A call has ended with an error, which is being handled."""
 
     def counters(self) -> Counters:
         """What was moved so far, and what is held now."""

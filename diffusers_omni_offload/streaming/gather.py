@@ -84,6 +84,7 @@ class Gather:
                 raise RuntimeError(broken_message(master.path, error)) from error
             raise
         slot.ready.record(self._stream)
+        slot.writer = self._stream
         self.gathered += 1
         return sharding.shard_nbytes
 

@@ -195,7 +195,7 @@ class ShardedMaster(Master):
         self._know(self._leaves, self._placements, self.nbytes, [])
 
     def take_home(self, tensor: torch.Tensor, buffer: torch.Tensor | None = None) -> bool:
-        if any(tensor is other for other in self.tensors):
+        if self.is_committed and any(tensor is other for other in self.tensors):
             raise RuntimeError(changed_message(self._paths[id(tensor)]))
         return False
 
