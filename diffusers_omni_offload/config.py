@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
@@ -17,7 +18,8 @@ SELECTORS = (*COMPONENTS, "vae")
 MODES = ("layer", "module")
 CHOICES = (*MODES, "resident")
 """What a mapping of components may choose for each."""
-SOURCES = ("memory", "checkpoint")
+SOURCES = ("auto", "memory", "checkpoint")
+"""Where streamed weights are: in host memory, in the files that they came from, or where the loader left them."""
 RESIDENT_POLICIES = ("spread", "leading")
 MAX_SLOTS = 64
 
@@ -40,17 +42,32 @@ class WeightTransfer(str, Enum):
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """Options of one streamed component. `resident_layers`: how many of its blocks stay on the device (DiTs only)."""
+    """Options of one streamed component.
+
+    `resident_layers`: how many of its blocks stay on the device (DiTs only). `source`: "memory" packs the weights into
+    host memory, "checkpoint" reads them from the files that they were loaded from, "auto" leaves them where the loader
+    has: in the files with `load_omni_pipeline`, in memory otherwise. `host_registration_limit_gib`: so much of the
+    files is page-locked in the page cache, where the platform can, and copied without staging.
+    """
 
     weight_transfer: WeightTransfer = WeightTransfer.RANK_LOCAL
     resident_layers: int = 0
-    source: str = "memory"
+    source: str = "auto"
+    host_registration_limit_gib: float = 0.0
 
     def __post_init__(self) -> None:
         transfer = _choice("weight_transfer", self.weight_transfer, [transfer.value for transfer in WeightTransfer])
         object.__setattr__(self, "weight_transfer", WeightTransfer(transfer))
         _integer("resident_layers", self.resident_layers, minimum=0)
         object.__setattr__(self, "source", _choice("source", self.source, SOURCES))
+        limit = _gibibytes("host_registration_limit_gib", self.host_registration_limit_gib)
+        object.__setattr__(self, "host_registration_limit_gib", limit)
+        if limit and (self.source == "memory" or self.weight_transfer is WeightTransfer.ALLGATHER):
+            what = "source='memory'" if self.source == "memory" else "weight_transfer='allgather'"
+            raise ValueError(
+                f"host_registration_limit_gib={limit:g} is for weights that stay in their files, but {what} was asked "
+                "for; leave one of the two out."
+            )
         if self.resident_layers and self.weight_transfer is WeightTransfer.ALLGATHER:
             raise ValueError(
                 f"resident_layers={self.resident_layers} needs weight_transfer='rank-local', but 'allgather' was "
@@ -64,7 +81,7 @@ class LayerOptions:
             parsed = options
         else:
             name = f"layer_options[{component!r}]"
-            _check_keys(name, options, ("weight_transfer", "resident_layers", "source"))
+            _check_keys(name, options, tuple(field.name for field in fields(cls)))
             try:
                 parsed = cls(**options)
             except (TypeError, ValueError) as error:
@@ -146,7 +163,7 @@ class OffloadConfig:
         """The Python API. `mode`: "layer" or "module"; None means "layer". `components`: a sequence of "dit",
         "text_encoder", "image_encoder"; None means ["dit"] in layer mode and all of them in module mode; or a mapping
         from these, "vae" or a component's path to "layer", "module" or "resident", and then `mode` may be left out.
-        `layer_options`: component -> {"weight_transfer", "resident_layers", "source"}.
+        `layer_options`: component -> any of the fields of `LayerOptions`.
 
         Raises TypeError or ValueError, with the choices.
         """
@@ -242,20 +259,6 @@ class OffloadConfig:
     def options_for(self, selector: str, path: str = "") -> LayerOptions:
         """The options of a component, by its path or by its selector; the defaults if none were given."""
         return self.layer_options.get(path) or self.layer_options.get(selector, LayerOptions())
-
-    def require_supported(self) -> None:
-        """Raises NotImplementedError, naming the strategy or the option, for what this version can't carry out."""
-        for component, options in self.layer_options.items():
-            if options.weight_transfer is WeightTransfer.ALLGATHER:
-                raise NotImplementedError(
-                    f"weight_transfer='allgather' of {component!r} (strategy {self.strategy.value!r}) isn't there "
-                    "yet; use 'rank-local' (dlo_use_allgather=False with the legacy flags)."
-                )
-            if options.source == "checkpoint":
-                raise NotImplementedError(
-                    f"source='checkpoint' of {component!r} (strategy {self.strategy.value!r}) isn't there yet; use "
-                    "'memory'."
-                )
 
 
 def _strategy_of(mode: str, options: Iterable[LayerOptions]) -> OffloadStrategy:
@@ -388,3 +391,11 @@ def _integer(name: str, value: Any, *, minimum: int, maximum: int | None = None)
         allowed = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
         raise ValueError(f"{name} is {value}, but it must be {allowed}.")
     return value
+
+
+def _gibibytes(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} is {value!r} ({a_type(value)}), but a number of GiB is needed.")
+    if not math.isfinite(value) or value < 0:
+        raise ValueError(f"{name} is {value}, but it must be finite and at least 0.")
+    return float(value)

@@ -105,6 +105,22 @@ class OffloadHandle:
         with self.call(), self.backend.merging():
             yield
 
+    @contextmanager
+    def gather(self) -> Iterator[None]:
+        """In the body every offloaded weight is an ordinary CPU tensor, to be read, saved, cast or changed.
+
+        With all-gather each rank holds a share of the blocks otherwise. Then this is for all ranks at once: each
+        enters, changes the weights in the same way, if at all, and they are divided anew at the end. Components can't
+        run in the body.
+
+        Raises:
+            AgreementError: a rank doesn't come, or has changed its weights in another way.
+            RuntimeError: a call is running, or offload was disabled.
+        """
+        self._require_enabled()
+        with self.backend.gather():
+            yield
+
     @property
     def backend(self) -> PlanBackend:
         """The strategy at work.

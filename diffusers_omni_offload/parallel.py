@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -108,6 +108,18 @@ def parallel_facts(config: OffloadConfig, dits: Mapping[str, nn.Module]) -> Para
     if sequence_ranks and tensor_ranks and sequence_ranks != tensor_ranks:
         together = None
     return ParallelFacts(world, dist.get_rank(), data, sequence, tensor, together, is_hsdp)
+
+
+def with_parallel_facts(config: OffloadConfig, components: Mapping[str, nn.Module]) -> OffloadConfig:
+    """The configuration with the sizes of the parallel state in it, for what is resolved without a process group.
+
+    Raises:
+        ValueError: they contradict each other, or what was asked for.
+    """
+    facts = parallel_facts(config, components)
+    if facts.world == 1:
+        return config
+    return replace(config, data_parallel_size=facts.data, sequence_parallel_size=facts.sequence, use_hsdp=facts.is_hsdp)
 
 
 def weight_group(config: OffloadConfig, dits: Mapping[str, nn.Module]) -> WeightGroup:

@@ -11,10 +11,11 @@ import torch
 from diffusers_omni_offload.advice import what_fits
 from diffusers_omni_offload.backends import DelegatedBackend, PlanBackend, get_offload_backend, is_delegated, preflight
 from diffusers_omni_offload.composition import composed_class, stock_class
-from diffusers_omni_offload.config import OffloadConfig
+from diffusers_omni_offload.config import OffloadConfig, OffloadStrategy
 from diffusers_omni_offload.handle import HANDLE_ATTRIBUTE, OffloadHandle, omni_offload
 from diffusers_omni_offload.hooks import COMPONENT_HOOK, owned_hook
 from diffusers_omni_offload.messages import logger
+from diffusers_omni_offload.parallel import with_parallel_facts
 from diffusers_omni_offload.platform import platform_for, resolve_device
 from diffusers_omni_offload.registry import adapter_for
 from diffusers_omni_offload.siblings import (
@@ -63,8 +64,8 @@ def enable_omni_offload(
 
     Raises:
         ValueError, TypeError: an argument or a declaration is wrong, or a weight can't be offloaded.
-        RuntimeError: too little device memory, or another offload owns the weights.
-        NotImplementedError: a mode or option that isn't there yet. In each case the pipeline is untouched.
+        RuntimeError: too little device memory, or another offload owns the weights. In each case the pipeline is
+            untouched.
     """
     config = OffloadConfig.from_options(
         mode,
@@ -81,8 +82,9 @@ def enable_from_config(
     pipe: Any, config: OffloadConfig, *, device: torch.device | str | int | None = None
 ) -> OffloadHandle:
     """`enable_omni_offload` for a configuration that was parsed before; see there."""
-    config.require_supported()
     where = resolve_device(device)
+    if config.strategy is OffloadStrategy.DISTRIBUTED_LAYERWISE:
+        config = with_parallel_facts(config, dict(iterate_modules(pipe)))
     handle = omni_offload(pipe)
     if handle is not None and handle.config == config and handle.backend.device == where:
         return handle

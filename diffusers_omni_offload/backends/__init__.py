@@ -40,14 +40,10 @@ def get_offload_backend(config: OffloadConfig, device: torch.device, pipeline: o
         config: the configuration.
         device: the execution device, the current one of its type if it has no index.
         pipeline: what is to be offloaded. Model-level offload is left to a pipeline that moves its own phases.
-
-    Raises:
-        NotImplementedError: the strategy, or an option of it, isn't there yet.
     """
     if config.strategy is OffloadStrategy.NONE:
         logger.info("Offload is off: the configuration selects no strategy.")
         return None
-    config.require_supported()
     if not is_supported(device):
         logger.warning("Offload is off: the device %r can't be streamed to.", str(device))
         return None

@@ -31,11 +31,15 @@ class ComponentRunner:
 
     Attributes:
         shared: leaves that several owners hold; None if there are none.
+        before_entry: called with the path of a component that is about to run.
+        keeps_slots: whether slots are never given back in a call, however short this device's memory is.
     """
 
     def __init__(self, streamer: Streamer, scope: CallScope, stages: Stages, edited: Edited) -> None:
         self._streamer, self._scope, self._stages = streamer, scope, stages
         self.shared: SharedLeaves | None = None
+        self.before_entry: Callable[[str], None] | None = None
+        self.keeps_slots = False
         self._stage_runner = StageRunner(streamer, stages, edited)
         self._groups: dict[str, str] = {}
         self._still: set[str] = set()
@@ -66,6 +70,8 @@ class ComponentRunner:
                 return function(*args, **kwargs)
             self._count_stray(path, stage)
         with self._scope.opened(), self.shared or nullcontext():
+            if self.before_entry is not None:
+                self.before_entry(path)
             if stage is None:
                 return self._run_beside(path, function, args, kwargs)
             if stage.group == "vae":
@@ -100,7 +106,8 @@ class ComponentRunner:
             return
         if platform.free_bytes() >= platform.total_bytes() // 2:
             return
-        self._streamer.release_slots()
+        if not self.keeps_slots:
+            self._streamer.release_slots()
         self._stages.make_room("vae", vae)
         given_back = before - self._held_bytes()
         if given_back and not self._said_memory_spared:

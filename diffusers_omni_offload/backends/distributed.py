@@ -1,9 +1,305 @@
-"""Distributed layerwise offload. In a group of one with rank-local transfer it is the layerwise streamer."""
+"""Distributed layerwise offload: several ranks hold a block's bytes together, or each streams its own."""
 
 from __future__ import annotations
 
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+from torch import nn
+
+from diffusers_omni_offload.agreement import Agreement
+from diffusers_omni_offload.backends.making import LocalMaking
+from diffusers_omni_offload.backends.masters import Find, Making, Unit
 from diffusers_omni_offload.backends.plan_backend import PlanBackend
+from diffusers_omni_offload.config import OffloadConfig, WeightTransfer
+from diffusers_omni_offload.parallel import WeightGroup, parallel_facts, require_compatible, weight_group
+from diffusers_omni_offload.platform import on_device
+from diffusers_omni_offload.streaming.gather import CHUNK_NBYTES, Gather
+from diffusers_omni_offload.streaming.transport import Transport
+from diffusers_omni_offload.topology.plan import BlockStack, ResolvedPlan
+from diffusers_omni_offload.waves import agree_on_wave, wave_facts
+from diffusers_omni_offload.weights.leaves import Leaf
+from diffusers_omni_offload.weights.master import Master
+from diffusers_omni_offload.weights.sharded import ShardedMaster, Sharding, changed_message
+
+_ALONE = WeightGroup("none", (0,), 0)
 
 
 class DistributedLayerwiseBackend(PlanBackend):
-    """Layerwise offload with resident blocks: whole blocks per rank, streamed from the rank's own host memory."""
+    """Layerwise offload whose blocks are gathered from shares, or are resident in part.
+
+    With rank-local weights it streams as any other. With all-gather each rank of the weight group holds a share of each
+    block in host memory, so that all of them have to run the same blocks in the same order. What they are about to do
+    is compared on the host before each call, each forward of such a component and at the end of a call: ranks that
+    differ get an error, and no output of theirs is ever made of mixed weights.
+
+    Attributes:
+        group: the ranks that hold the weights together.
+        is_gathered: whether the weights are in memory for the body of `gather`.
+    """
+
+    group = _ALONE
+    is_gathered = False
+    chunk_nbytes = CHUNK_NBYTES
+    _agreement: Agreement | None = None
+    _gather: Gather | None = None
+    _shared_out: frozenset[nn.Module] = frozenset()
+
+    # ------------------------------------------------------------------ lifecycle
+
+    def install(self, plan: ResolvedPlan, undo: ExitStack) -> None:
+        """See `PlanBackend.install`. With all-gather every rank of the group has to come here at the same time; a
+        failure before the last step leaves each rank's pipeline as it was.
+
+        Raises:
+            AgreementError: the ranks differ, or one is missing or has failed.
+            ValueError: all-gather can't be combined with how the weights are loaded or parallelised.
+        """
+        stacks = [stack for stack in plan.stacks if _is_gathered(stack)]
+        group = self._group_for(plan, stacks)
+        if group.size == 1:
+            super().install(plan, undo)
+            return
+        agreement = Agreement(group, "layers")
+        try:
+            agreement.require_equal(_facts(plan, self.config), "what they offload")
+            undo.callback(self._leave)
+            self.group, self._agreement = group, agreement
+            self._shared_out = frozenset(stack.blocks[index] for stack in stacks for index in stack.streamed)
+            super().install(plan, undo)
+            self.runner.before_entry = self._agree_on_forward
+            self.runner.keeps_slots = True
+            agreement.require_equal(self._digests(), "the weights of their blocks")
+        except BaseException as error:
+            agreement.fail(error)
+            raise
+        self._commit()
+
+    def transports(self) -> list[Transport]:
+        local = super().transports()
+        if self._agreement is None:
+            return local
+        self._gather = Gather(self.platform, self.group.process_group)
+        return [self._gather, *local]
+
+    def making(self) -> Making:
+        local = LocalMaking(self.platform, self.budget, self.origins)
+        return local if self._agreement is None else _ShardedMaking(local, self._shared_out, self._share)
+
+    def tear_down(self) -> None:
+        """See `PlanBackend.tear_down`. With all-gather each rank gets complete weights, so all have to come here.
+
+        Raises:
+            AgreementError: a rank doesn't come; nothing was changed.
+            RuntimeError: a collective has failed, so that the weights can't be brought together any more. The hooks are
+                gone and the memory is given back; the streamed weights are lost.
+        """
+        if self._gather is not None and self._gather.error is not None:
+            error = self._gather.error
+            super().tear_down()
+            raise RuntimeError(
+                "Offload was disabled, but the weights that the ranks held together are lost: a rank failed or is gone "
+                f"({_first_line(error)}). Start the processes anew."
+            ) from error
+        self._bring_back("disable_omni_offload()", self._committed())
+        super().tear_down()
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._leave()
+
+    def _leave(self) -> None:
+        self.group, self._agreement, self._gather = _ALONE, None, None
+        self._shared_out, self.is_gathered = frozenset(), False
+
+    def _group_for(self, plan: ResolvedPlan, stacks: Sequence[BlockStack]) -> WeightGroup:
+        if not stacks:
+            return _ALONE
+        dits = {component.path: component.module for component in plan.components if component.role == "dit"}
+        gathered = {stack.component: plan.component(stack.component).module for stack in stacks}
+        require_compatible(self.config, parallel_facts(self.config, dits), gathered)
+        return weight_group(self.config, dits)
+
+    def _share(self, nbytes: int) -> Sharding:
+        return Sharding(nbytes, self.group.size, self.group.rank, self.chunk_nbytes)
+
+    def _sharded(self) -> list[ShardedMaster]:
+        return [master for master in self.masters if isinstance(master, ShardedMaster)]
+
+    def _committed(self) -> list[ShardedMaster]:
+        return [master for master in self._sharded() if master.is_committed]
+
+    def _digests(self) -> dict[str, str]:
+        return {master.path: master.digest for master in self._sharded()}
+
+    def _commit(self) -> None:
+        for master in self._sharded():
+            master.commit()
+
+    # ------------------------------------------------------------------ calls
+
+    def agree_on_call(
+        self, name: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Before a pipeline's call: see that all ranks make one that runs the same blocks.
+
+        Raises:
+            AgreementError: they don't, or one is missing or has failed. Nothing was run.
+            ValueError: the number of steps isn't given.
+        """
+        if self._agreement is not None and not self.scope.is_open:
+            agree_on_wave(self._agreement, wave_facts(signature, args, kwargs), f"the call of {name}")
+
+    def audit(self) -> bool:
+        if self.is_gathered:
+            raise RuntimeError(
+                "A component ran inside of `with pipe.omni_offload.gather():`. There the weights are in host memory, "
+                "to be read and changed; run it after the body."
+            )
+        return super().audit()
+
+    def merging(self) -> AbstractContextManager[None]:
+        """See `PlanBackend.merging`.
+
+        Raises:
+            RuntimeError: the weights are divided among ranks; inside of `gather` they aren't.
+        """
+        if self.is_gathered:
+            return self._merging_gathered()
+        committed = self._committed()
+        if committed:
+            raise RuntimeError(changed_message(committed[0].path.rpartition(".")[0]))
+        return super().merging()
+
+    @contextmanager
+    def _merging_gathered(self) -> Iterator[None]:
+        with on_device(self.device), self.lora.on_device():
+            yield
+
+    @contextmanager
+    def gather(self) -> Iterator[None]:
+        """In the body all weights are ordinary CPU tensors; at its end they are divided among the ranks as they are
+        then. Every rank has to enter, and to change them in the same way.
+
+        Raises:
+            AgreementError: a rank doesn't come, or has changed its weights in another way.
+            RuntimeError: a call is running.
+        """
+        if self._agreement is None:
+            with super().gather():
+                yield
+            return
+        with self.scope.exclusive("gathered"):
+            self._bring_back("gather()", self._committed())
+            self.is_gathered = True
+        try:
+            yield
+        finally:
+            with self.scope.exclusive("divided"), on_device(self.device):
+                self._divide()
+
+    def remove_component(self, module: nn.Module) -> None:
+        inside = set(module.modules())
+        own = [master for block in self._shared_out & inside if (master := self.masters.of(block)) is not None]
+        self._bring_back("disabling a part of it", [m for m in own if isinstance(m, ShardedMaster) and m.is_committed])
+        super().remove_component(module)
+
+    def refuse_cast(self) -> None:
+        committed = self._committed()
+        if committed:
+            raise RuntimeError(changed_message(committed[0].path.rpartition(".")[0]))
+
+    def _divide(self) -> None:
+        """Take this rank's share of the weights as they are now."""
+        assert self._agreement is not None
+        try:
+            for master in self._sharded():
+                master.pack()
+            self._agreement.require_equal(self._digests(), "the weights that they have changed in gather()")
+        except BaseException as error:
+            self._agreement.fail(error)
+            raise
+        self._commit()
+        self.is_gathered = False
+        self.masters.follow([master for master in self.masters.stale() if not isinstance(master, ShardedMaster)])
+        self.residency.place(self.masters.held())
+        self.runner.inspect_again()
+        self.blocks.inspect_again()
+        self.lora.look()
+
+    def _bring_back(self, what: str, masters: Sequence[ShardedMaster]) -> None:
+        """Gather blocks, and make their weights ordinary CPU tensors."""
+        if self._agreement is None or not masters:
+            return
+        self._agreement.require_equal({"blocks gathered so far": self._history()}, what)
+        with on_device(self.device):
+            for block, master in enumerate(self.streamer.masters):
+                if isinstance(master, ShardedMaster) and master in masters:
+                    with self.streamer.held(block) as buffer:
+                        master.restore(buffer)
+
+    def _agree_on_forward(self, path: str) -> None:
+        if self._agreement is not None and self._is_shared_out(path):
+            self._agreement.require_equal({"blocks gathered so far": self._history()}, f"a forward of {path}")
+
+    def _is_shared_out(self, path: str) -> bool:
+        assert self.plan is not None
+        return any(stack.component == path and _is_gathered(stack) for stack in self.plan.stacks)
+
+    def _after_call(self) -> None:
+        if self._agreement is not None:
+            self._agreement.require_equal({"blocks gathered so far": self._history()}, "the end of a call")
+        super()._after_call()
+
+    def _call_failed(self) -> None:
+        super()._call_failed()
+        error = sys.exc_info()[1]
+        if self._agreement is not None and error is not None:
+            # All ranks fail, and go on from the declared order, whatever each has learned before it noticed.
+            self.streamer.order.unlearn()
+            self._agreement.fail(error)
+
+    def _history(self) -> str:
+        assert self._gather is not None
+        return self._gather.digest
+
+
+class _ShardedMaking:
+    """Masters of which each rank has a share, for the blocks that are divided; others as they are made locally."""
+
+    def __init__(self, local: LocalMaking, divided: frozenset[nn.Module], share: Callable[[int], Sharding]) -> None:
+        self._local, self._divided, self._share = local, divided, share
+
+    def make(self, unit: Unit, find: Find) -> Master:
+        if unit.module not in self._divided:
+            return self._local.make(unit, find)
+        local = self._local
+        whole = local.mapped(unit, find)
+        return ShardedMaster(find, [unit.module], unit.path, local.platform, local.budget, self._share, whole)
+
+    def make_shared(self, find: Callable[[], list[Leaf]]) -> Master:
+        return self._local.make_shared(find)
+
+
+def _is_gathered(stack: BlockStack) -> bool:
+    return stack.options.weight_transfer is WeightTransfer.ALLGATHER and bool(stack.streamed)
+
+
+def _facts(plan: ResolvedPlan, config: OffloadConfig) -> dict[str, Any]:
+    """What has to be the same on all ranks for their blocks to be gathered together."""
+    stacks = {
+        stack.component: {
+            "blocks": list(stack.block_paths),
+            "resident": list(stack.resident),
+            "weight_transfer": stack.options.weight_transfer.value,
+        }
+        for stack in plan.stacks
+    }
+    return {"slots": config.slots, **stacks}
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -7,20 +7,19 @@ from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from diffusers.utils import logging as diffusers_logging
 from torch import nn
 
 from diffusers_omni_offload.backends.sharing import shared_leaves
-from diffusers_omni_offload.platform import Platform, return_freed_host_memory
+from diffusers_omni_offload.platform import return_freed_host_memory
 from diffusers_omni_offload.topology.plan import ResolvedPlan
 from diffusers_omni_offload.weights.bitsandbytes import put_in_order
 from diffusers_omni_offload.weights.leaves import Leaf, distinct_leaves, move_back, require_plain
 from diffusers_omni_offload.weights.master import Master
-from diffusers_omni_offload.weights.packed import PackedMaster
-from diffusers_omni_offload.weights.pinning import PinnedBudget
+from diffusers_omni_offload.weights.withheld import is_withheld
 from diffusers_omni_offload.weights.wrappers import Home, move_wrappers, move_wrappers_back
 
 
@@ -57,20 +56,33 @@ def units_of(plan: ResolvedPlan) -> list[Unit]:
     return [unit for _, unit in sorted(found, key=lambda item: item[0] != "dit")]
 
 
+Find = Callable[[], list[Leaf]]
+"""Returns the leaves of a unit as they are now."""
+
+
+class Making(Protocol):
+    """Decides what kind of master each unit gets."""
+
+    def make(self, unit: Unit, find: Find) -> Master:
+        """A master for a unit, not packed yet."""
+
+    def make_shared(self, find: Find) -> Master:
+        """A master for leaves that several units hold."""
+
+
 class Masters:
     """One master for each streamed block and swapped component, and one for the leaves that several of them hold.
 
     Args:
-        platform: where the copies go to.
-        budget: what may be page-locked.
+        making: what kinds they are of.
 
     Attributes:
         shared: the master of leaves that several owners hold, or None.
     """
 
-    def __init__(self, platform: Platform, budget: PinnedBudget) -> None:
+    def __init__(self, making: Making) -> None:
         self.shared: Master | None = None
-        self._platform, self._budget = platform, budget
+        self._making = making
         self._units: dict[nn.Module, tuple[Unit, Master]] = {}
         self._elsewhere: Callable[[], list[Leaf]] = list
         self._shared_ids: set[int] = set()
@@ -106,13 +118,12 @@ class Masters:
         self._shared_ids.update(id(leaf.tensor) for leaf in shared)
         with _progress(len(units)) as advance:
             for unit in units:
-                find = partial(unit.leaves, self._shared_ids)
-                master = PackedMaster(find, [unit.module], unit.path, self._platform, self._budget)
+                master = self._making.make(unit, partial(unit.leaves, self._shared_ids))
                 self._units[unit.module] = (unit, master)
                 _pack(master, undo)
                 advance()
         if shared:
-            self.shared = PackedMaster(lambda: shared, [], "shared leaves", self._platform, self._budget)
+            self.shared = self._making.make_shared(lambda: shared)
             _pack(self.shared, undo)
 
     def held(self) -> set[int]:
@@ -134,7 +145,8 @@ class Masters:
             if master in stale:
                 _settle(unit, self.held())
                 for leaf in unit.leaves():
-                    require_plain(leaf)  # All of them before the first is packed.
+                    if not is_withheld(leaf.tensor):
+                        require_plain(leaf)  # All of them before the first is packed.
         shared = shared_leaves([unit.leaves() for unit, _ in self._units.values()], self._elsewhere())
         if {id(leaf.tensor) for leaf in shared} != self._shared_ids:
             raise RuntimeError(
@@ -147,6 +159,7 @@ class Masters:
             master.holds(tensor)
             for other in stale
             for tensor in other.tensors
+            if not is_withheld(tensor)
             for master in self
             if master is not other
         )

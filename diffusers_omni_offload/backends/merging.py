@@ -70,6 +70,8 @@ class Merging:
         Methods of pipelines call those of models, so it may be entered again inside.
         """
         self.look()
+        for master in {master for masters in self._layers.values() for master in masters}:
+            master.realize()
         ours = []
         for layer in self._layers:
             for name in _METHODS:

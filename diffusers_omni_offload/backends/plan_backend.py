@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from inspect import Signature
 from typing import Any
 
 import torch
@@ -18,8 +19,10 @@ from diffusers_omni_offload.backends.component_runner import ComponentRunner
 from diffusers_omni_offload.backends.components import ManagedComponents
 from diffusers_omni_offload.backends.entry_points import EntryPoints
 from diffusers_omni_offload.backends.hooked_blocks import HookedBlocks
-from diffusers_omni_offload.backends.masters import Masters, Unit, units_of
+from diffusers_omni_offload.backends.making import LocalMaking
+from diffusers_omni_offload.backends.masters import Making, Masters, Unit, units_of
 from diffusers_omni_offload.backends.merging import Merging
+from diffusers_omni_offload.backends.origins import Origins
 from diffusers_omni_offload.backends.remarks import first_call_summary, warn_of_pageable, warn_of_plain_tensors
 from diffusers_omni_offload.backends.residency import Residency, tell_of_move
 from diffusers_omni_offload.config import OffloadConfig
@@ -30,7 +33,9 @@ from diffusers_omni_offload.streaming.runner import BlockRunner
 from diffusers_omni_offload.streaming.scope import CallScope
 from diffusers_omni_offload.streaming.shared import SharedLeaves
 from diffusers_omni_offload.streaming.stages import OnDemandStage, PackedStage, Stage, Stages
+from diffusers_omni_offload.streaming.staging import Staging
 from diffusers_omni_offload.streaming.streamer import Streamer
+from diffusers_omni_offload.streaming.transport import HostToDevice, Transport
 from diffusers_omni_offload.topology.plan import ResolvedComponent, ResolvedPlan
 from diffusers_omni_offload.topology.resolver import resolve_offload_plan
 from diffusers_omni_offload.weights.derived import restore_derived
@@ -59,12 +64,13 @@ class PlanBackend(OffloadBackend):
         self._enabled = False
         self._reset()
 
-    def _reset(self) -> None:
+    def _reset(self, plan: ResolvedPlan | None = None) -> None:
         self.budget = PinnedBudget(self.config.pin_memory)
-        self.streamer = Streamer(self.platform, self.config.slots)
+        self.origins = Origins(plan)
+        self.streamer = Streamer(self.platform, self.config.slots, self.transports())
         self.stages = Stages(self.streamer)
-        self.scope = CallScope(self.streamer, self.stages, self.audit, self._after_call)
-        self.masters = Masters(self.platform, self.budget)
+        self.scope = CallScope(self.streamer, self.stages, self.audit, self._after_call, self._call_failed)
+        self.masters = Masters(self.making())
         self.blocks = HookedBlocks(self.streamer, self.masters)
         self.residency = Residency(self.device)
         self.lora = Merging(self.masters, self.device)
@@ -72,6 +78,15 @@ class PlanBackend(OffloadBackend):
         self.components = ManagedComponents(self.device, self, self.runner.run, self.merging)
         self.shared: SharedLeaves | None = None
         self._reported = False
+
+    def transports(self) -> list[Transport]:
+        """How weights get to the device; the first one that serves a master brings it."""
+        local: list[Transport] = [HostToDevice()]
+        return [Staging(self.platform, self.budget), *local] if self.origins.are_used else local
+
+    def making(self) -> Making:
+        """What kinds of masters there are."""
+        return LocalMaking(self.platform, self.budget, self.origins)
 
     # ------------------------------------------------------------------ lifecycle
 
@@ -109,7 +124,7 @@ class PlanBackend(OffloadBackend):
 
     def install(self, plan: ResolvedPlan, undo: ExitStack) -> None:
         """`enable` for a caller that has resolved and checked the plan; `undo` gets the way back of every step."""
-        self._reset()
+        self._reset(plan)
         undo.callback(self._forget)
         with on_device(self.device):
             self._build(plan, undo)
@@ -174,6 +189,8 @@ class PlanBackend(OffloadBackend):
         for component in components:
             is_still = set(offloaded).isdisjoint(component.module.modules())
             self.runner.add(component.path, plan.group(component), is_still=is_still)
+        kept = {id(leaf.tensor) for unit in units if self.origins.serves(unit) for leaf in unit.leaves()}
+        self.origins.realize(leaf for leaf in self.residency.leaves() if id(leaf.tensor) not in kept)
         self.masters.pack(units, self.residency.leaves, undo)
         self.lora.look()
         self.residency.place(self.masters.held(), undo)
@@ -310,6 +327,26 @@ class PlanBackend(OffloadBackend):
                 yield
             self.refresh()
 
+    @contextmanager
+    def gather(self) -> Iterator[None]:
+        """In the body every offloaded weight can be read and changed between calls, as most can anyway: what a
+        checkpoint has in another form is read into host memory, where it stays.
+
+        Raises:
+            CheckpointError: a file can't be read or was changed.
+            RuntimeError: a call is running.
+        """
+        with self.scope.exclusive("gathered"):
+            for master in self.masters:
+                master.realize()
+        yield
+
+    def agree_on_call(self, name: str, signature: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """A call of a pipeline is about to begin; there is nobody to agree with."""
+
+    def refuse_cast(self) -> None:
+        """Weights are about to be cast; RuntimeError if they can't be."""
+
     def opened(self, prepare: Callable[[], None] | None = None) -> AbstractContextManager[None]:
         """Be inside a call for the body; `prepare` runs first if this is the outermost one."""
         if self.scope.is_open:
@@ -352,6 +389,9 @@ class PlanBackend(OffloadBackend):
             return  # A call of an encoder alone, say: too short for a verdict. The next one may do.
         self._reported = True
         logger.info("%s", first_call_summary(list(self.masters), self.streamer, self.stages, waited))
+
+    def _call_failed(self) -> None:
+        """A call has ended with an error, which is being handled."""
 
     def counters(self) -> Counters:
         """What was moved so far, and what is held now."""

@@ -13,6 +13,7 @@ from diffusers_omni_offload import hooks
 from diffusers_omni_offload.backends.compiling import require_continuable
 from diffusers_omni_offload.backends.entry_points import require_methods
 from diffusers_omni_offload.backends.masters import Unit, units_of
+from diffusers_omni_offload.backends.origins import readable
 from diffusers_omni_offload.backends.residency import require_placeable
 from diffusers_omni_offload.backends.sharing import shared_leaves
 from diffusers_omni_offload.messages import format_bytes
@@ -20,7 +21,15 @@ from diffusers_omni_offload.platform import Platform
 from diffusers_omni_offload.streaming.stages import largest_together
 from diffusers_omni_offload.topology.plan import ResolvedPlan
 from diffusers_omni_offload.weights.kinds import wrappers_of
-from diffusers_omni_offload.weights.leaves import Layout, Leaf, distinct_leaves, find_leaves, require_plain
+from diffusers_omni_offload.weights.leaves import (
+    Layout,
+    Leaf,
+    distinct_leaves,
+    find_leaves,
+    place_apart,
+    require_plain,
+)
+from diffusers_omni_offload.weights.withheld import is_withheld
 from diffusers_omni_offload.weights.wrappers import form_of
 
 
@@ -64,7 +73,7 @@ def device_need(plan: ResolvedPlan, device: torch.device, slots: int) -> DeviceN
     units = units_of(plan)
     shared = _shared(plan, units)
     counted = {id(leaf.tensor) for leaf in shared}
-    apart = Layout([leaf.tensor for leaf in shared]).nbytes
+    apart = _packed_nbytes(shared)
     freed = sum(leaf.nbytes for leaf in shared if leaf.tensor.device == device)
     for stack in plan.stacks:
         kept = set(stack.resident)
@@ -76,7 +85,7 @@ def device_need(plan: ResolvedPlan, device: torch.device, slots: int) -> DeviceN
             if index in kept:
                 residents += total - on_device
             else:
-                largest = max(largest, Layout([leaf.tensor for leaf in leaves]).nbytes)
+                largest = max(largest, _packed_nbytes(leaves))
                 freed += on_device
     groups = {plan.component(path).module: plan.group(plan.component(path)) for path in plan.swapped}
     stages: list[tuple[str, int]] = []
@@ -85,7 +94,7 @@ def device_need(plan: ResolvedPlan, device: torch.device, slots: int) -> DeviceN
             leaves = unit.leaves(counted)
             counted.update(id(leaf.tensor) for leaf in leaves)
             freed += sum(leaf.nbytes for leaf in leaves if leaf.tensor.device == device)
-            stages.append((groups[unit.module], Layout([leaf.tensor for leaf in leaves]).nbytes))
+            stages.append((groups[unit.module], _packed_nbytes(leaves)))
     for path in plan.on_demand:
         counted.update(id(leaf.tensor) for leaf in find_leaves(plan.module(path), path))
     state = 0
@@ -94,6 +103,11 @@ def device_need(plan: ResolvedPlan, device: torch.device, slots: int) -> DeviceN
         counted.update(id(leaf.tensor) for leaf in leaves)
         state += sum(leaf.nbytes for leaf in leaves if leaf.tensor.device != device)
     return DeviceNeed(state, residents, slots * largest + apart, largest_together(stages), freed)
+
+
+def _packed_nbytes(leaves: Sequence[Leaf]) -> int:
+    tensors = [leaf.tensor for leaf in leaves]
+    return place_apart(tensors)[1] if any(map(is_withheld, tensors)) else Layout(tensors).nbytes
 
 
 def _shared(plan: ResolvedPlan, units: Sequence[Unit]) -> list[Leaf]:
@@ -175,13 +189,16 @@ def require_ready(plan: ResolvedPlan, device: torch.device) -> None:
         require_methods(component.module, component.path, plan.entry_points.get(component.path, ()))
     offloaded = {id(leaf.tensor) for path in plan.on_demand for leaf in find_leaves(plan.module(path), path)}
     known: set[tuple[object, ...]] = set()
+    in_files = {key for component in plan.components for key in readable(component.module)}
     for unit in units_of(plan):
         for leaf in unit.leaves():
-            require_plain(leaf)
+            if not (is_withheld(leaf.tensor) and id(leaf.tensor) in in_files):
+                require_plain(leaf)
             offloaded.add(id(leaf.tensor))
         require_same_form(unit, device, known)
     for component in plan.components:
-        require_placeable(find_leaves(component.module, component.path, offloaded), device)
+        leaves = find_leaves(component.module, component.path, offloaded)
+        require_placeable([leaf for leaf in leaves if id(leaf.tensor) not in in_files], device)
 
 
 def require_unwrapped(path: str, module: nn.Module) -> None:

@@ -38,7 +38,7 @@ def warn_of_plain_tensors(plan: ResolvedPlan) -> None:
 
 def warn_of_pageable(masters: Sequence[Master], budget: PinnedBudget) -> None:
     """Say how much could not be pinned, why, and what that costs."""
-    pageable = sum(master.nbytes for master in masters if not master.is_pinned)
+    pageable = sum(master.host_nbytes for master in masters if not master.is_pinned)
     if pageable:
         logger.warning(
             "%s of offloaded weights are pinned, %s are pageable (host memory could not be pinned: %s). Pageable ones "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from diffusers_omni_offload.weights.leaves import Leaf, extent
+from diffusers_omni_offload.weights.withheld import is_withheld
 
 
 def shared_leaves(blocks: Sequence[Sequence[Leaf]], elsewhere: Iterable[Leaf]) -> list[Leaf]:
@@ -23,6 +24,10 @@ def shared_leaves(blocks: Sequence[Sequence[Leaf]], elsewhere: Iterable[Leaf]) -
     owned += [(-1, leaf) for leaf in elsewhere]
     intervals: dict[int, list[tuple[int, int, int, Leaf]]] = {}
     for owner, leaf in owned:
+        if is_withheld(leaf.tensor):
+            # It has no memory that it could share with another object.
+            intervals.setdefault(-id(leaf.tensor), []).append((0, 1, owner, leaf))
+            continue
         storage, start, stop = extent(leaf.tensor)
         if stop > start and not leaf.tensor.is_meta:
             intervals.setdefault(storage.data_ptr(), []).append((start, stop, owner, leaf))

@@ -15,6 +15,7 @@ class Order:
     """
 
     def __init__(self) -> None:
+        self._declared: list[int] = []
         self._successor: list[int] = []
         self._deviation: list[int | None] = []
         self._previous: int | None = None
@@ -23,6 +24,7 @@ class Order:
 
     def add_stack(self, blocks: Sequence[int]) -> None:
         """Declare that `blocks`, the next unused numbers, run in this order, over and over."""
+        self._declared += [*blocks[1:], *blocks[:1]]
         self._successor += [*blocks[1:], *blocks[:1]]
         self._deviation += [None] * len(blocks)
 
@@ -36,6 +38,12 @@ class Order:
         if self._position:
             self._length = self._position
         self._previous = None
+
+    def unlearn(self) -> None:
+        """Go back to what was declared."""
+        self._successor = list(self._declared)
+        self._deviation = [None] * len(self._declared)
+        self._length = 0
 
     def note(self, block: int) -> None:
         """`block` runs now."""

@@ -27,13 +27,19 @@ class CallScope:
         audit: makes masters and residents agree with the modules, and returns whether they didn't; may raise, and then
             the scope isn't opened.
         after_call: called once a call has ended without an error.
+        call_failed: called once one has ended with an error.
     """
 
     def __init__(
-        self, streamer: Streamer, stages: Stages, audit: Callable[[], bool], after_call: Callable[[], None]
+        self,
+        streamer: Streamer,
+        stages: Stages,
+        audit: Callable[[], bool],
+        after_call: Callable[[], None],
+        call_failed: Callable[[], None],
     ) -> None:
         self._streamer, self._stages = streamer, stages
-        self._audit, self._after_call = audit, after_call
+        self._audit, self._after_call, self._call_failed = audit, after_call, call_failed
         # Not an RLock: a generator may leave the scope on another thread than the one that it entered it on.
         self._lock, self._takeover_lock = threading.Lock(), threading.Lock()
         self._owner: threading.Thread | None = None
@@ -149,7 +155,9 @@ class CallScope:
         self._streamer.end()
         self._stages.give_up_all()
         self._is_settled = True
-        if not has_failed:
+        if has_failed:
+            self._call_failed()
+        else:
             self._after_call()
         self._close()
 

@@ -16,7 +16,8 @@ class Slot:
     Attributes:
         buffer: uint8, shape (nbytes,), on the device.
         tag: the block whose bytes are here, or on their way here; None means that nobody may believe the bytes.
-        ready: recorded on the copy stream when the tagged bytes have arrived.
+        ready: recorded when the tagged bytes have arrived, on the stream that brings them.
+        writer: that stream; None before the first load.
         free: recorded on the compute stream when the last forward that read the buffer is over. A copy into the
             buffer waits for it: this is when a slot may be reused.
         stream: the stream that `free` was last recorded on.
@@ -24,13 +25,14 @@ class Slot:
         users: forwards that are bound to the buffer now.
     """
 
-    __slots__ = ("buffer", "free", "other_streams", "ready", "stream", "tag", "turn", "users")
+    __slots__ = ("buffer", "free", "other_streams", "ready", "stream", "tag", "turn", "users", "writer")
 
     def __init__(self, nbytes: int, platform: Platform) -> None:
         with torch.inference_mode(False):
             self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=platform.device)
         self.tag: int | None = None
         self.ready: Event = platform.event()
+        self.writer: Stream | None = None
         self.free: Event = platform.event()
         self.users = 0
         self.turn = 0

@@ -151,6 +151,7 @@ class Staging:
             slot.buffer[: master.nbytes].copy_(read.memory[: master.nbytes], non_blocking=True)
         buffer.copied.record(copies)
         slot.ready.record(copies)
+        slot.writer = copies
         self._read_ahead()
         return master.nbytes
 

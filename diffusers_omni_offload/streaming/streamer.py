@@ -7,7 +7,8 @@ the call ends, when weights are edited, and where whole components change places
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -186,6 +187,22 @@ class Streamer:
         if master.nbytes > self.slots.slots[0].buffer.numel():
             self.require_slots()
 
+    @contextmanager
+    def held(self, block: int) -> Iterator[torch.Tensor]:
+        """Between calls: the bytes of a block, packed, on the device and for the body only."""
+        if not self.slots.slots:
+            self.require_slots()
+        slot = self.slots.victim(())
+        assert slot is not None
+        self._load(block, self.masters[block], slot)
+        self.platform.current_stream().wait_event(slot.ready)
+        try:
+            yield slot.buffer
+        finally:
+            slot.tag = None
+            self._mark_free(slot)
+            self.wait_for_copies()
+
     def load_apart(self, master: Master, slot: Slot) -> None:
         """Copy a master that is no block into a slot of its own."""
         self._load(_APART, master, slot)
@@ -274,5 +291,8 @@ class Streamer:
         assert master is not None
         slot.tag = None
         self.slots.touch(slot)
+        if slot.writer is not None and slot.writer is not self._copies:
+            # What came on another stream, perhaps for nothing, has to be over.
+            self._copies.wait_event(slot.ready)
         self.bytes_moved += self._transport_of(master).load(master, slot, self._copies)
         slot.tag = block

@@ -66,6 +66,7 @@ class HostToDevice:
         with copies:
             slot.buffer[: master.nbytes].copy_(master.host, non_blocking=True)
         slot.ready.record(copies)
+        slot.writer = copies
         return master.nbytes
 
     def settle(self) -> None: ...

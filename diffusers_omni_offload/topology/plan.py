@@ -8,7 +8,8 @@ from typing import Literal
 
 from torch import nn
 
-from diffusers_omni_offload.config import OffloadStrategy
+from diffusers_omni_offload.config import LayerOptions, OffloadStrategy
+from diffusers_omni_offload.declarations import Stored
 from diffusers_omni_offload.messages import format_bytes
 from diffusers_omni_offload.topology.sizes import module_nbytes
 
@@ -20,7 +21,8 @@ ComponentRole = Literal["dit", "encoder", "vae", "resident"]
 class BlockStack:
     """The ordered blocks of one component that share a ring.
 
-    `block_paths`, `blocks` and `nbytes` have one entry a block; `resident` holds sorted indices into them.
+    `block_paths`, `blocks` and `nbytes` have one entry a block; `resident` holds sorted indices into them. `options`
+    are those of the component.
     """
 
     component: str
@@ -29,6 +31,7 @@ class BlockStack:
     blocks: tuple[nn.Module, ...]
     resident: tuple[int, ...]
     nbytes: tuple[int, ...]
+    options: LayerOptions = field(default_factory=LayerOptions)
 
     def __post_init__(self) -> None:
         if not len(self.block_paths) == len(self.blocks) == len(self.nbytes):
@@ -102,7 +105,8 @@ class ResolvedPlan:
     With `skip_reason` set, nothing at all is placed or hooked. `swapped` are the paths of the components that are moved
     as wholes, `on_demand` those of the components (or of DiT submodules) that load and offload themselves.
     `entry_points`: component -> its methods that use its weights. `groups`: component -> what it has in common with
-    those that stay on the device when it runs, if that isn't its role.
+    those that stay on the device when it runs, if that isn't its role. `checkpoint_layouts`: component -> what its
+    checkpoint has in another form.
     """
 
     strategy: OffloadStrategy
@@ -112,6 +116,7 @@ class ResolvedPlan:
     on_demand: tuple[str, ...] = ()
     entry_points: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     groups: Mapping[str, str] = field(default_factory=dict)
+    checkpoint_layouts: Mapping[str, Mapping[str, Stored]] = field(default_factory=dict)
     skip_reason: str | None = None
     notes: tuple[str, ...] = ()
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from diffusers_omni_offload.config import OffloadConfig, OffloadStrategy, WeightTransfer
+from diffusers_omni_offload.config import LayerOptions, OffloadConfig, OffloadStrategy, WeightTransfer
 from diffusers_omni_offload.declarations import ENCODER_COMPONENT_TYPES, OffloadPlan, a_type
 from diffusers_omni_offload.messages import format_bytes
 from diffusers_omni_offload.topology.blocks import (
@@ -83,6 +83,7 @@ class _Resolver:
             swapped=swapped,
             on_demand=tuple(self.on_demand),
             entry_points=self.plan.entry_points,
+            checkpoint_layouts=self.plan.checkpoint_layouts,
             skip_reason=skip_reason,
             notes=tuple(self.findings.notes),
         )
@@ -170,7 +171,7 @@ class _Resolver:
             residents = wishes[dit.path] if dit.path in eligible else 0
             if wishes[dit.path] and eligible and not residents:
                 self.findings.note(f"{dit.path!r} isn't in resident_dit_paths, so it keeps no blocks on the device.")
-            self._add_stack(dit, "dit", blocks, residents)
+            self._add_stack(dit, "dit", blocks, self.config.options_for("dit", dit.path), residents)
         self._stack_submodules(dits, [block for blocks in found.values() for _, block in blocks])
 
     def _stack_encoders(self) -> None:
@@ -197,7 +198,7 @@ class _Resolver:
                 self.findings.note(f"{encoder.path!r} declares no blocks, so it stays on the device as a whole.")
             for encoder, blocks in loaded:
                 if blocks:
-                    self._add_stack(encoder, "encoder", blocks, 0)
+                    self._add_stack(encoder, "encoder", blocks, self.config.options_for(selector, encoder.path))
 
     def _stack_others(self) -> None:
         """Components of any other kind, which only a choice by name can stream."""
@@ -208,7 +209,7 @@ class _Resolver:
                 is_declared = bool(declared_containers(component, (), self.findings))
                 blocks = self._blocks(component, () if is_declared else find_lists(component.module))
                 if blocks:
-                    self._add_stack(component, "dit", blocks, 0)
+                    self._add_stack(component, "dit", blocks, self.config.options_for(selector, component.path))
 
     def _blocks(self, dit: ResolvedComponent, planned: tuple[str, ...]) -> list[Block]:
         containers = declared_containers(dit, planned, self.findings)
@@ -233,7 +234,9 @@ class _Resolver:
             )
         return blocks
 
-    def _add_stack(self, component: ResolvedComponent, kind: StackKind, blocks: list[Block], wanted: int) -> None:
+    def _add_stack(
+        self, component: ResolvedComponent, kind: StackKind, blocks: list[Block], options: LayerOptions, wanted: int = 0
+    ) -> None:
         count = len(blocks)
         if wanted > count:
             self.findings.note(
@@ -258,6 +261,7 @@ class _Resolver:
                 blocks=tuple(block for _, block in blocks),
                 resident=resident,
                 nbytes=tuple(module_nbytes(block) for _, block in blocks),
+                options=options,
             )
         )
 
@@ -346,7 +350,7 @@ class _Resolver:
             return
         if known is None:
             self.components.append(submodule)
-        self._add_stack(submodule, "dit", blocks, 0)
+        self._add_stack(submodule, "dit", blocks, self.config.options_for("dit", dit.path))
 
 
 def _require_lifecycle(path: str, module: Any, why: str) -> None:

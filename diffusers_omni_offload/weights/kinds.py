@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from diffusers_omni_offload.weights.withheld import is_withheld
+
 #: Tensor types whose bytes are all in their own storage.
 PLAIN_TYPES = (torch.Tensor, nn.Parameter, nn.Buffer)
 
@@ -118,6 +120,8 @@ def why_refused(tensor: torch.Tensor) -> str | None:
     cls = type(tensor)
     if tensor.is_nested:
         return "is nested. Make it a plain tensor"
+    if is_withheld(tensor):
+        return "has no bytes here, and there is no file to read it from. Load this component anew"
     if cls in PLAIN_TYPES:
         return None if tensor.layout is torch.strided else "isn't strided. Make it dense"
     if cls.__name__ in _REFUSED_TYPES:

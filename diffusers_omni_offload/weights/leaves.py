@@ -190,12 +190,36 @@ class Layout:
 
 def extent(tensor: torch.Tensor) -> tuple[torch.UntypedStorage, int, int]:
     """The storage of `tensor` and the bytes [start, stop) of it that the tensor reads."""
-    size = tensor.element_size()
-    start = int(tensor.storage_offset()) * size
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    return tensor.untyped_storage(), start, start + span_nbytes(tensor)
+
+
+def span_nbytes(tensor: torch.Tensor) -> int:
+    """Bytes from the first element of a tensor to its last, gaps between them included. Reads no data."""
     if tensor.numel() == 0:
-        return tensor.untyped_storage(), start, start
+        return 0
     last = int(sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)))
-    return tensor.untyped_storage(), start, start + (last + 1) * size
+    return (last + 1) * tensor.element_size()
+
+
+def span_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes from a tensor's first element to its last: uint8 of shape (`span_nbytes`,), in the same memory."""
+    storage, start, stop = extent(tensor)
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, start, (stop - start,), (1,))
+
+
+def place_apart(tensors: Sequence[torch.Tensor]) -> tuple[list[Placement], int]:
+    """Where tensors lie in a packed buffer, each for itself and in order, and the buffer's size in bytes.
+
+    It follows from shapes, strides and dtypes alone, so it is the same for the same weights in any process.
+    """
+    placements, offset = [], 0
+    for tensor in tensors:
+        nbytes = span_nbytes(tensor)
+        placements.append(Placement(offset, nbytes, tensor.dtype, tensor.shape, tuple(tensor.stride())))
+        offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
+    return placements, offset
 
 
 def _merge(
@@ -249,7 +273,7 @@ def _move_tensors(tensors: Sequence[torch.Tensor], device: torch.device) -> None
         if layout.is_disjoint:
             layout.forget_sources()
             for tensor in group:
-                rebind(tensor, lambda tensor=tensor: _copy_with_strides(tensor, device))  # type: ignore[misc]
+                rebind(tensor, lambda tensor=tensor: copy_with_strides(tensor, device))  # type: ignore[misc]
             continue
         buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
         layout.copy_to(buffer)
@@ -273,7 +297,8 @@ def move_back(homes: Sequence[tuple[torch.Tensor, torch.device]]) -> None:
         move_tensors(tensors, device)
 
 
-def _copy_with_strides(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def copy_with_strides(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of `tensor` on `device` with a storage of its own, of just its bytes."""
     moved = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     if moved.numel():
         storage_view = Layout([tensor])

@@ -74,6 +74,10 @@ class Master(ABC):
         """
 
     @abstractmethod
+    def realize(self) -> None:
+        """Have every leaf's bytes on this host between forwards."""
+
+    @abstractmethod
     def release(self) -> None:
         """Let go of what is held beside the leaves; they stay ordinary CPU tensors."""
 

@@ -85,6 +85,9 @@ class PackedMaster(Master):
                 self._write(tensor, view, p)
         return True
 
+    def realize(self) -> None:
+        """They are there."""
+
     def release(self) -> None:
         """Unlock the host buffer; the leaves stay views of it, ordinary CPU tensors."""
         self._bindings.clear()

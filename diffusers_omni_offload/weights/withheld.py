@@ -12,8 +12,8 @@ from diffusers_omni_offload.nested import any_tensor
 
 _ATTRIBUTE = "_omni_cover"
 
-_PROPERTIES = """shape dtype device layout ndim itemsize nbytes requires_grad grad grad_fn _version
-    is_meta is_leaf is_nested is_sparse is_quantized is_cpu is_cuda""".split()
+_PROPERTIES = """shape dtype layout ndim itemsize nbytes requires_grad grad grad_fn _version
+    is_leaf is_nested is_sparse is_quantized is_cuda""".split()
 _METHODS = """size dim numel nelement stride element_size storage_offset __len__ __hash__
     is_floating_point is_complex is_contiguous is_inference is_conj is_neg is_signed""".split()
 
@@ -24,9 +24,17 @@ _ALLOWED: frozenset[Any] = frozenset(
     + [torch.is_floating_point, torch.is_complex, torch.numel, torch.is_conj, torch.is_neg, torch.is_inference]
 )
 
+#: Its insides are on meta, but whoever asks wants to know where it is at home.
+_ANSWERS: dict[Any, Any] = {
+    torch.Tensor.device.__get__: torch.device("cpu"),
+    torch.Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
+    torch.Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
+}
+
 
 class Withheld:
-    """A tensor without bytes. Its shape, dtype and identity are true; whatever needs its bytes raises RuntimeError."""
+    """A tensor without bytes. Its shape, dtype and identity are true; whatever needs its bytes raises
+    RuntimeError."""
 
     @classmethod
     def __torch_function__(
@@ -36,6 +44,8 @@ class Withheld:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if function in _ANSWERS:
+            return _ANSWERS[function]
         if function in _ALLOWED:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))

@@ -1,0 +1,114 @@
+"""Which offloaded weights are in a checkpoint's files, and stay there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from diffusers_omni_offload.backends.masters import Unit
+from diffusers_omni_offload.messages import logger
+from diffusers_omni_offload.topology.plan import BlockStack, ResolvedPlan
+from diffusers_omni_offload.weights.checkpoint import CheckpointError
+from diffusers_omni_offload.weights.leaves import Leaf, is_plain
+from diffusers_omni_offload.weights.mapped import Origin
+from diffusers_omni_offload.weights.proof import Sources, find_checkpoint, prove, remembered, stored_weights
+from diffusers_omni_offload.weights.sources import LeafSource, same_bytes
+from diffusers_omni_offload.weights.withheld import give_back, is_withheld
+
+
+class Origins:
+    """The files' places of the weights that a plan streams, as far as they are proven.
+
+    Making it reads the headers of files, and no weights; nothing is changed.
+
+    Args:
+        plan: the plan; None has no weights.
+    """
+
+    def __init__(self, plan: ResolvedPlan | None = None) -> None:
+        self._known: dict[int, LeafSource] = {}
+        self._served: set[int] = set()
+        if plan is None:
+            return
+        for component in plan.components:
+            known = remembered(component.module)
+            if known is not None:
+                self._add(component.module, known)
+        for stack in plan.stacks:
+            if stack.options.source != "memory" and stack.streamed:
+                self._serve(plan, stack)
+
+    def of(self, unit: Unit) -> dict[int, Origin]:
+        """Where the weights of a unit are, by `id`; those that were changed since they were loaded are left out.
+
+        Weights that aren't known to be the files' are compared with them, byte by byte.
+
+        Raises:
+            CheckpointError: a file can't be read or was changed.
+        """
+        if not self.serves(unit):
+            return {}
+        found = {}
+        for leaf in unit.leaves():
+            source = self._known.get(id(leaf.tensor))
+            if source is not None and (is_withheld(leaf.tensor) or _is_unchanged(leaf, source)):
+                found[id(leaf.tensor)] = (leaf.tensor, source)
+        return found
+
+    def realize(self, leaves: Iterable[Leaf]) -> None:
+        """Read those that are withheld, to have them in memory.
+
+        Raises:
+            CheckpointError: a file can't be read or was changed.
+        """
+        for leaf in leaves:
+            if is_withheld(leaf.tensor):
+                give_back(leaf.tensor, self._known[id(leaf.tensor)].read())
+
+    def serves(self, unit: Unit) -> bool:
+        """Whether a unit's weights stay in files."""
+        return id(unit.module) in self._served
+
+    @property
+    def are_used(self) -> bool:
+        """Whether any weights stay in files."""
+        return bool(self._served)
+
+    def _serve(self, plan: ResolvedPlan, stack: BlockStack) -> None:
+        component = plan.component(stack.component)
+        sources: Sources | str | None = remembered(component.module)
+        if sources is None and stack.options.source == "checkpoint":
+            sources = self._prove(component.module, plan, stack.component)
+            if isinstance(sources, str):
+                logger.warning("%s is streamed from host memory, not from its checkpoint: %s", stack.component, sources)
+                return
+            self._add(component.module, sources)
+        if sources is not None:
+            self._served.update(id(stack.blocks[index]) for index in stack.streamed)
+
+    @staticmethod
+    def _prove(module: nn.Module, plan: ResolvedPlan, path: str) -> Sources | str:
+        layouts = plan.checkpoint_layouts.get(path, {})
+        try:
+            checkpoint = find_checkpoint(module, layouts=layouts)
+            return checkpoint if isinstance(checkpoint, str) else prove(module, checkpoint, layouts=layouts)
+        except CheckpointError as error:
+            return str(error)
+
+    def _add(self, module: nn.Module, sources: Sources) -> None:
+        tensors = stored_weights(module)
+        self._known.update((id(tensors[path]), source) for path, source in sources.items() if path in tensors)
+
+
+def _is_unchanged(leaf: Leaf, source: LeafSource) -> bool:
+    if not is_plain(leaf):
+        return False
+    tensor = leaf.tensor
+    return same_bytes(tensor.detach() if tensor.device.type == "cpu" else tensor.detach().to("cpu"), source)
+
+
+def readable(module: nn.Module) -> set[int]:
+    """`id` of the weights of a component that can be read from the files that it was loaded from."""
+    sources, tensors = remembered(module) or {}, stored_weights(module)
+    return {id(tensors[path]) for path in sources if path in tensors}
