@@ -253,20 +253,20 @@ def _serve(connection: Connection, rank: int, size: int, device: DeviceName, sta
     os.setsid()
     with open(stack_file, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-        _prepare(device)
+        prepare(device)
         connection.send_bytes(pickle.dumps(rank))
         while True:
             try:
                 message = connection.recv_bytes()
             except EOFError:
                 message = b""
-            _leave_group()
+            leave_group()
             if not message:
                 return
-            connection.send_bytes(_answer(message, rank, size, device))
+            connection.send_bytes(answer(message, rank, size, device))
 
 
-def _prepare(device: DeviceName) -> None:
+def prepare(device: DeviceName) -> None:
     import diffusers.utils.logging
     import torch
     import transformers.utils.logging
@@ -283,7 +283,7 @@ def _prepare(device: DeviceName) -> None:
         install_collectives()
 
 
-def _answer(message: bytes, rank: int, size: int, device: DeviceName) -> bytes:
+def answer(message: bytes, rank: int, size: int, device: DeviceName) -> bytes:
     """The pickled result or `Failure` of a pickled task."""
     try:
         task: Task = pickle.loads(message)
@@ -292,7 +292,7 @@ def _answer(message: bytes, rank: int, size: int, device: DeviceName) -> bytes:
             # The group stays until the next run: others may still need this rank's end of a connection.
             return pickle.dumps(task.function(rank, size, *task.arguments))
     except BaseException as error:
-        _leave_group()  # as a process does that ends: the others learn it at once
+        leave_group()  # as a process does that ends: the others learn it at once
         return pickle.dumps(Failure(type(error).__name__, str(error), traceback.format_exc()))
 
 
@@ -312,7 +312,7 @@ def _join_group(task: Task, rank: int, size: int, device: DeviceName) -> None:
     dist.all_reduce(torch.zeros(1))  # nobody may leave before all are connected
 
 
-def _leave_group() -> None:
+def leave_group() -> None:
     import torch.distributed as dist
 
     if dist.is_initialized():
