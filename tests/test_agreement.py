@@ -193,14 +193,16 @@ def timeouts(rank: int) -> Any:
 @scenario
 def the_first_is_stopped(rank: int) -> Any:
     """It has the store, so that isn't answered any more."""
-    agreement = agree(rank, "stopped", timeout=1.0)
+    agreement = agree(rank, "stopped")
     pids = [facts["pid"] for facts in agreement.exchange({"pid": os.getpid()}, "the start")]
     if rank == 0:
-        time.sleep(2.0)
+        time.sleep(3.0)
         return None
+    agreement.timeout = 1.0
+    time.sleep(1.5)
     if rank == 1:
         os.kill(pids[0], signal.SIGSTOP)
-    time.sleep(0.3)
+    time.sleep(0.5)
     found = outcome(lambda: agreement.exchange({}, "the call"))
     time.sleep(0.5)
     if rank == 1:
