@@ -15,7 +15,7 @@ from diffusers_omni_offload.backends.making import LocalMaking
 from diffusers_omni_offload.backends.masters import Find, Making, Unit
 from diffusers_omni_offload.backends.plan_backend import PlanBackend
 from diffusers_omni_offload.config import OffloadConfig, WeightTransfer
-from diffusers_omni_offload.parallel import WeightGroup, parallel_facts, require_compatible, weight_group
+from diffusers_omni_offload.parallel import ParallelFacts, WeightGroup, parallel_facts, require_compatible, weight_group
 from diffusers_omni_offload.platform import on_device
 from diffusers_omni_offload.streaming.gather import CHUNK_NBYTES, Gather
 from diffusers_omni_offload.streaming.transport import Transport
@@ -46,6 +46,7 @@ class DistributedLayerwiseBackend(PlanBackend):
     chunk_nbytes = CHUNK_NBYTES
     _agreement: Agreement | None = None
     _gather: Gather | None = None
+    _facts = ParallelFacts()
     _shared_out: frozenset[nn.Module] = frozenset()
 
     # ------------------------------------------------------------------ lifecycle
@@ -65,7 +66,7 @@ class DistributedLayerwiseBackend(PlanBackend):
             return
         agreement = Agreement(group, "layers")
         try:
-            agreement.require_equal(_facts(plan, self.config), "what they offload")
+            agreement.require_equal(_topology(plan, self.config), "what they offload")
             undo.callback(self._leave)
             self.group, self._agreement = group, agreement
             self._shared_out = frozenset(stack.blocks[index] for stack in stacks for index in stack.streamed)
@@ -119,9 +120,14 @@ class DistributedLayerwiseBackend(PlanBackend):
         if not stacks:
             return _ALONE
         dits = {component.path: component.module for component in plan.components if component.role == "dit"}
-        gathered = {stack.component: plan.component(stack.component).module for stack in stacks}
-        require_compatible(self.config, parallel_facts(self.config, dits), gathered)
+        self._facts = parallel_facts(self.config, dits)
+        require_compatible(self.config, self._facts, _gathered_components(plan))
         return weight_group(self.config, dits)
+
+    def _refuse_caches(self) -> None:
+        """A cache that was enabled since lets a rank skip blocks that the others gather."""
+        assert self.plan is not None
+        require_compatible(self.config, self._facts, _gathered_components(self.plan))
 
     def _share(self, nbytes: int) -> Sharding:
         return Sharding(nbytes, self.group.size, self.group.rank, self.chunk_nbytes)
@@ -150,8 +156,15 @@ class DistributedLayerwiseBackend(PlanBackend):
             AgreementError: they don't, or one is missing or has failed. Nothing was run.
             ValueError: the number of steps isn't given.
         """
-        if self._agreement is not None and not self.scope.is_open:
-            agree_on_wave(self._agreement, wave_facts(signature, args, kwargs), f"the call of {name}")
+        if self._agreement is None or self.scope.is_open:
+            return
+        try:
+            self._refuse_caches()
+            facts = wave_facts(signature, args, kwargs)
+        except BaseException as error:
+            self._agreement.fail(error)
+            raise
+        agree_on_wave(self._agreement, facts, f"the call of {name}")
 
     def audit(self) -> bool:
         if self.is_gathered:
@@ -288,7 +301,11 @@ def _is_gathered(stack: BlockStack) -> bool:
     return stack.options.weight_transfer is WeightTransfer.ALLGATHER and bool(stack.streamed)
 
 
-def _facts(plan: ResolvedPlan, config: OffloadConfig) -> dict[str, Any]:
+def _gathered_components(plan: ResolvedPlan) -> dict[str, nn.Module]:
+    return {stack.component: plan.component(stack.component).module for stack in plan.stacks if _is_gathered(stack)}
+
+
+def _topology(plan: ResolvedPlan, config: OffloadConfig) -> dict[str, Any]:
     """What has to be the same on all ranks for their blocks to be gathered together."""
     stacks = {
         stack.component: {

@@ -274,7 +274,7 @@ class Streamer:
         for transport in self.transports:
             if transport.lookahead:
                 served = [master for master in missing if master is not None and transport.serves(master)]
-                transport.expect(served[: transport.lookahead])
+                transport.expect(served)
 
     def _is_ready(self, block: int) -> bool:
         master = self.masters[block]
