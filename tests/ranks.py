@@ -32,7 +32,14 @@ DeviceName = Literal["cpu", "sim"]
 StoreKind = Literal["file", "tcp"]
 StartMethod = Literal["forkserver", "spawn"]
 
-PRELOADED = ["torch", "diffusers_omni_offload", "tests.tiny", "tests.simdevice.collectives", "tests.ranks"]
+PRELOADED = [
+    "torch",
+    "diffusers_omni_offload",
+    "diffusers.pipelines.wan.pipeline_wan",
+    "tests.tiny",
+    "tests.simdevice.collectives",
+    "tests.ranks",
+]
 GROUP_TIMEOUT = 10.0
 """Seconds until a collective gives up."""
 START_TIMEOUT = 120.0

@@ -12,12 +12,13 @@ import pytest
 from tests import distributed_cases as cases
 from tests import tiny
 from tests.equality import outputs
+from tests.living import fast_ones
 from tests.ranks import RankPool, answers
 
 pytestmark = pytest.mark.processes
 
 
-@pytest.fixture(scope="module", params=["cpu", "sim"])
+@pytest.fixture(scope="module", params=["sim", pytest.param("cpu", marks=pytest.mark.slow)])
 def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     with RankPool(2, device=request.param) as pool:
         yield pool
@@ -29,7 +30,7 @@ def resident(rank: int, size: int, name: str, device: str) -> list[np.ndarray]:
     return [*outputs(pipe.to(device), call, 2), cases.reference(name, rank, device)]
 
 
-@pytest.mark.parametrize("name", cases.BUILDS)
+@pytest.mark.parametrize("name", fast_ones(cases.BUILDS, "wan", "minimax_h3_spec"))
 def test_each_rank_has_an_output_of_its_own(name: str, pool: RankPool) -> None:
     found = answers(pool.run(resident, name, pool.device, timeout=200.0))
     for rank, (first, second, anew) in enumerate(found):
@@ -48,7 +49,7 @@ def test_every_prompt_has_its_own_output(name: str) -> None:
     assert np.array_equal(cases.reference(name, len(cases.PROMPTS), "cpu"), found[0])
 
 
-@pytest.mark.parametrize("name", cases.SAVED)
+@pytest.mark.parametrize("name", fast_ones(cases.SAVED, "wan"))
 def test_a_saved_pipeline_is_sharded_and_gives_the_same(name: str, tmp_path: Path) -> None:
     folder = cases.save(name, tmp_path)
     built, _ = cases.build(name, 1)

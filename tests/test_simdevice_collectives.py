@@ -101,25 +101,25 @@ def test_every_collective_has_the_values_of_gloo(pool: RankPool) -> None:
 
 def of_groups(rank: int, size: int) -> list[float]:
     """A group of two, a group of one, and the CPU's collectives in another order than the device's."""
-    both, alone = dist.new_group([0, 2]), dist.new_group([1])
-    value, host = torch.ones(1, device=DEVICE) * (rank + 1), torch.ones(1) * (rank + 1)
-    if rank == 1:
-        dist.all_reduce(value, group=alone)
-        dist.all_reduce(host)
-    elif rank == 0:
-        dist.all_reduce(value, group=both)
+    groups = [dist.new_group([0, 2]), dist.new_group([1])]
+    within, value, host = (torch.ones(1) * (rank + 1) * factor for factor in (1, 10, 100))
+    within, value = within.to(DEVICE), value.to(DEVICE)
+    dist.all_reduce(within, group=groups[rank % 2])
+    if rank < 2:
+        dist.all_reduce(value)
         dist.all_reduce(host)
     else:
         pending = dist.all_reduce(host, async_op=True)
-        dist.all_reduce(value, group=both)
+        dist.all_reduce(value)
         pending.wait()
     objects: list[Any] = [None] * size
     dist.all_gather_object(objects, rank)
-    return [value.item(), host.item(), *objects]
+    return [within.item(), value.item(), host.item(), *objects]
 
 
 def test_groups_and_the_cpus_collectives_are_apart(pool: RankPool) -> None:
-    assert answers(pool.run(of_groups)) == [[4.0, 6.0, 0, 1, 2], [2.0, 6.0, 0, 1, 2], [4.0, 6.0, 0, 1, 2]]
+    of_all = [60.0, 600.0, 0, 1, 2]
+    assert answers(pool.run(of_groups)) == [[4.0, *of_all], [2.0, *of_all], [4.0, *of_all]]
 
 
 def refuses(rank: int, size: int) -> list[str]:
