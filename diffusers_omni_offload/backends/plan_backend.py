@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from diffusers_omni_offload import hooks
 from diffusers_omni_offload.backends import preflight
 from diffusers_omni_offload.backends.base import Counters, OffloadBackend
 from diffusers_omni_offload.backends.compiling import component_rules
@@ -20,9 +19,10 @@ from diffusers_omni_offload.backends.components import ManagedComponents
 from diffusers_omni_offload.backends.entry_points import EntryPoints
 from diffusers_omni_offload.backends.hooked_blocks import HookedBlocks
 from diffusers_omni_offload.backends.making import LocalMaking
-from diffusers_omni_offload.backends.masters import Making, Masters, Unit, units_of
+from diffusers_omni_offload.backends.masters import Making, Masters, units_of
 from diffusers_omni_offload.backends.merging import Merging
 from diffusers_omni_offload.backends.origins import Origins
+from diffusers_omni_offload.backends.ownership import not_borrowed, require_unowned
 from diffusers_omni_offload.backends.remarks import first_call_summary, warn_of_pageable, warn_of_plain_tensors
 from diffusers_omni_offload.backends.residency import Residency, tell_of_move
 from diffusers_omni_offload.config import OffloadConfig
@@ -179,8 +179,8 @@ class PlanBackend(OffloadBackend):
         """The steps of `enable`; each has put its own undoing on `undo` before it can fail."""
         units = units_of(plan)
         on_demand = [plan.module(path) for path in plan.on_demand]
-        components = self._not_borrowed(plan)
-        _require_unowned(units)
+        components = not_borrowed(plan, self.device)
+        require_unowned(units)
         for component in components:
             self.residency.add(component.path, component.module)
         offloaded = [*(unit.module for unit in units), *on_demand]
@@ -253,23 +253,6 @@ class PlanBackend(OffloadBackend):
         moving = [plan.module(path) for path in (*plan.swapped, *plan.on_demand)]
         is_still = set(moving).isdisjoint(module.modules())
         return is_still and (self.shared is not None or bool(moving))
-
-    def _not_borrowed(self, plan: ResolvedPlan) -> list[ResolvedComponent]:
-        """The components that no other backend looks after: those it places and hooks for both."""
-        ours = []
-        for component in plan.components:
-            hook = hooks.owned_hook(component.module, hooks.COMPONENT_HOOK)
-            if hook is not None and not hook.owner.is_enabled():
-                hooks.remove_leftovers(component.module)
-                hook = None
-            if hook is None:
-                ours.append(component)
-            elif hook.owner.device != self.device:
-                raise ValueError(
-                    f"{component.path} is offloaded by another pipeline, which runs it on {str(hook.owner.device)!r}, "
-                    f"not {str(self.device)!r}. Use the same device, or call disable_omni_offload() there."
-                )
-        return ours
 
     # ------------------------------------------------------------------ components
 
@@ -404,13 +387,3 @@ class PlanBackend(OffloadBackend):
             device_bytes=self.streamer.slots.nbytes + self.stages.nbytes + shared,
             pinned_bytes=self.budget.pinned_bytes,
         )
-
-
-def _require_unowned(units: Sequence[Unit]) -> None:
-    for unit in units:
-        for name, module in unit.module.named_modules(prefix=unit.path):
-            if any(hooks.owned_hook(module, hook) is not None for hook in hooks.OWN_HOOKS):
-                raise RuntimeError(
-                    f"{name} is offloaded by omni offload already, by another pipeline or a PhaseOffload. "
-                    "Call disable_omni_offload() there, or disable() on the PhaseOffload, first."
-                )

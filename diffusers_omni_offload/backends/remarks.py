@@ -60,27 +60,33 @@ def first_call_summary(masters: Sequence[Master], streamer: Streamer, stages: St
         waited: the share of the time that the compute waited for weights.
     """
     offloaded = sum(master.nbytes for master in masters)
-    pinned = sum(master.nbytes for master in masters if master.is_pinned)
+    in_memory = sum(master.host_nbytes for master in masters)
+    pinned = sum(master.host_nbytes for master in masters if master.is_pinned)
     swaps = f"{stages.swaps} swaps of whole components"
     if not streamer.loads:
         return (
-            f"{format_bytes(streamer.bytes_moved)} copied to the device in {swaps}; {pinned / offloaded:.0%} of "
-            f"{format_bytes(offloaded)} pinned."
+            f"{format_bytes(streamer.bytes_moved)} copied to the device in {swaps}; {pinned / in_memory:.0%} of "
+            f"{format_bytes(in_memory)} pinned."
         )
     swapped = sum(stage.master.nbytes for stage in stages if isinstance(stage, PackedStage))
     what = f"{format_bytes(offloaded - swapped)} streamed"
     if swapped:
         what += f", {format_bytes(swapped)} swapped"
+    if not in_memory:
+        what += ", all of it from files"
+    elif in_memory < offloaded:
+        what += f", {format_bytes(in_memory)} of it in this process's memory, {pinned / in_memory:.0%} of that pinned"
+    else:
+        what += f", {pinned / in_memory:.0%} of it pinned"
     if not streamer.platform.is_asynchronous:
         limit = "copies don't overlap on the CPU"
-    elif pinned < offloaded:
+    elif pinned < in_memory:
         limit = "transfer-bound (what isn't pinned is copied while the compute stands still)"
     else:
         bound = "transfer" if waited > _NOTICEABLE_WAIT else "compute"
         limit = f"{bound}-bound (the compute waited for weights {waited:.0%} of the time)"
     return (
-        f"{what}, {pinned / offloaded if offloaded else 0:.0%} of it pinned; "
-        f"{streamer.demand_loads} of {streamer.loads} loads on demand; "
+        f"{what}; {streamer.demand_loads} of {streamer.loads} loads on demand; "
         f"{f'{swaps}; ' if swapped else ''}{limit}."
     )
 

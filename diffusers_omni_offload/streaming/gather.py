@@ -18,6 +18,9 @@ from diffusers_omni_offload.streaming.slots import Slot
 from diffusers_omni_offload.weights.master import Master
 from diffusers_omni_offload.weights.sharded import ShardedMaster
 
+#: The older name is deprecated where the newer one is.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 #: Bytes that are gathered at once.
 CHUNK_NBYTES = 64 << 20
 
@@ -77,7 +80,7 @@ class Gather:
                 self._copied.record(copies)
                 self._stream.wait_event(self._copied)
                 with self._stream:
-                    dist.all_gather_into_tensor(gathered, own, group=self._group)
+                    _all_gather(gathered, own, group=self._group)
         except BaseException as error:
             self.error = error
             if isinstance(error, RuntimeError):
