@@ -209,9 +209,9 @@ def test_a_truncated_file_is_refused(path: Path) -> None:
 def test_nothing_stays_open_after_a_refusal(path: Path) -> None:
     cut_short(path)
     before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError) as caught:
         CheckpointFile(path)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) == before, caught
 
 
 # Edits ---------------------------------------------------------------------------------------------------------------

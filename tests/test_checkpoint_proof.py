@@ -21,7 +21,7 @@ from diffusers_omni_offload.weights import sources as sources_module
 from diffusers_omni_offload.weights.checkpoint import Checkpoint, CheckpointError
 from diffusers_omni_offload.weights.leaves import Layout
 from diffusers_omni_offload.weights.proof import find_checkpoint, prove, remember, remembered, stored_weights
-from diffusers_omni_offload.weights.sources import BlockSource, LeafSource, bytes_of, same_bytes
+from diffusers_omni_offload.weights.sources import BlockSource, LeafSource, Segment, bytes_of, same_bytes
 
 
 class Attention(nn.Module):
@@ -417,6 +417,33 @@ def test_a_block_over_several_files_is_read(model: Model, tmp_path: Path) -> Non
     target = torch.full_like(expected, 255)
     source.read_into(target)
     assert torch.equal(target, expected)
+
+
+def test_places_in_two_files_do_not_follow_each_other(tmp_path: Path) -> None:
+    files = []
+    for number in range(2):
+        content = torch.arange(100, dtype=torch.uint8) + 100 * number
+        files += saved(tmp_path, {"a": content}, f"file_{number}").files
+    start = files[0].entries["a"].start
+    for first, second in (files, files[::-1]):
+        segments = (Segment(first, start, 10), Segment(second, start + 10, 20))
+        source = LeafSource(segments, torch.uint8, torch.uint8, torch.Size([30]))
+        expected = [*range(10), *range(10, 30)]
+        steps = [100 * files.index(first)] * 10 + [100 * files.index(second)] * 20
+        assert source.read().tolist() == [value + step for value, step in zip(expected, steps, strict=True)]
+
+
+def test_a_weight_that_is_not_aligned_in_the_file_is_read(tmp_path: Path) -> None:
+    weight = torch.arange(6.0)
+    header = json.dumps({"weight": {"dtype": "F32", "shape": [6], "data_offsets": [0, 24]}})
+    header += " " * ((1 - len(header)) % 4)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(bytes_of(weight).tolist()))
+    holder = nn.Module()
+    holder.weight = nn.Parameter(torch.empty(6))
+    source = proven(holder, Checkpoint.find(tmp_path))["weight"]
+    assert source.segments[0].start % 4 == 1
+    assert source.view() is None and torch.equal(source.read(), weight) and same_bytes(weight, source)
 
 
 def test_a_thread_reads_what_inference_mode_made(model: Model, tmp_path: Path) -> None:
