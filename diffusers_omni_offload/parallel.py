@@ -12,6 +12,7 @@ from torch import nn
 
 from diffusers_omni_offload.agreement import Agreement
 from diffusers_omni_offload.config import OffloadConfig
+from diffusers_omni_offload.weights.withheld import is_withheld
 
 _FSDP_CLASSES = ("FSDPModule", "FullyShardedDataParallel")
 _CACHE_HOOKS = ("cache", "fbc_", "pyramid_attention_broadcast")
@@ -262,4 +263,6 @@ def _classes_within(component: nn.Module) -> Iterator[type]:
 
 
 def _is_dtensor(tensor: Any) -> bool:
+    if is_withheld(tensor):
+        return False  # Its bytes can't be asked for, and none of those that are sharded by others is withheld.
     return type(tensor).__name__ == "DTensor" or type(getattr(tensor, "data", None)).__name__ == "DTensor"

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
+import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -59,6 +62,68 @@ def test_registering_twice_or_unregistering_nothing_is_refused(sim):
     sim.host_unregister(tensor)
     with pytest.raises(RuntimeError, match="no memory is registered"):
         sim.host_unregister(tensor)
+
+
+@pytest.fixture
+def mapped(tmp_path):
+    """Makes tensors over mappings of a file of random bytes that ends inside of a page; and the file."""
+    path = tmp_path / "weights"
+    path.write_bytes(os.urandom(3 * mmap.PAGESIZE + 100))
+
+    def make(flags, protection):
+        with open(path, "r+b") as file:
+            memory = mmap.mmap(file.fileno(), 0, flags=flags, prot=protection)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch knows no tensors that can't be written to
+            return torch.frombuffer(memory, dtype=torch.uint8)
+
+    return make, path
+
+
+@pytest.mark.parametrize(
+    ("flags", "protection", "is_writable"),
+    [
+        (mmap.MAP_SHARED, mmap.PROT_READ, False),
+        (mmap.MAP_PRIVATE, mmap.PROT_READ, False),
+        (mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE, True),
+    ],
+)
+def test_memory_that_cannot_be_written_to_is_registered_to_be_read_only(sim, mapped, flags, protection, is_writable):
+    tensor = mapped[0](flags, protection)
+    pointer, nbytes = tensor.data_ptr(), tensor.numel()
+    if is_writable:
+        torch.sim.host_register(pointer, nbytes)
+        torch.sim.host_unregister(pointer)
+    else:
+        with pytest.raises(RuntimeError, match="can't be written to"):
+            torch.sim.host_register(pointer, nbytes)
+    assert not tensor.is_pinned()
+    torch.sim.host_register(pointer, nbytes, read_only=True)
+    assert tensor.is_pinned()
+    on_device = tensor.to("sim", non_blocking=True)
+    assert sim.stats()["pending"] and bytes(on_device.tolist()) == mapped[1].read_bytes()
+    with pytest.raises(RuntimeError, match="page-locked to be read only"):
+        tensor.copy_(on_device, non_blocking=True)
+    torch.sim.host_unregister(pointer)
+
+
+def test_pages_that_a_file_has_lost_are_not_registered(sim, mapped):
+    make, path = mapped
+    tensor = make(mmap.MAP_SHARED, mmap.PROT_READ)
+    os.truncate(path, 2 * mmap.PAGESIZE)
+    torch.sim.host_register(tensor.data_ptr(), 2 * mmap.PAGESIZE, read_only=True)
+    torch.sim.host_unregister(tensor.data_ptr())
+    with pytest.raises(RuntimeError, match="can't be read"):
+        torch.sim.host_register(tensor.data_ptr(), tensor.numel(), read_only=True)
+    with pytest.raises(RuntimeError, match="can't be written to"):
+        torch.sim.host_register(16 * mmap.PAGESIZE, 1)  # nothing is mapped there
+
+
+def test_read_only_registration_can_be_switched_off(sim, mapped):
+    sim.configure(registers_read_only=0)
+    tensor = mapped[0](mmap.MAP_SHARED, mmap.PROT_READ)
+    with pytest.raises(RuntimeError, match="registers_read_only=0"):
+        torch.sim.host_register(tensor.data_ptr(), 1, read_only=True)
 
 
 def test_pinned_capacity(sim):

@@ -27,6 +27,7 @@ DEFAULTS: dict[str, float] = {
     # Memory.
     "capacity_bytes": -1,
     "pinned_capacity_bytes": -1,
+    "registers_read_only": 1,
     "alloc_round": 512,
     "poison": 1,
     # Behaviour: race is 0 (off), 1 (record) or 2 (record and raise).
@@ -78,7 +79,7 @@ def _load() -> ctypes.CDLL:
     library.sim_host_advance.argtypes = [ctypes.c_double]
     library.sim_manual_seed.argtypes = [ctypes.c_int, ctypes.c_uint64]
     library.sim_hazards.restype = library.sim_trace.restype = ctypes.c_char_p
-    library.sim_host_register.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
+    library.sim_host_register.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int]
     library.sim_host_unregister.argtypes = [ctypes.c_uint64]
     return library
 

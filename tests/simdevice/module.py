@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 #: Results of the library's host registration.
-_OVER_CAPACITY, _OVERLAPS = 1, 2
+_OVER_CAPACITY, _OVERLAPS, _NO_ACCESS, _UNSUPPORTED = 1, 2, 3, 4
 
 
 class _StreamContext:
@@ -97,20 +97,30 @@ def _add_streams(module: Any, library: ctypes.CDLL, name: str, index_of: Any) ->
 def _add_memory(module: Any, library: ctypes.CDLL, index_of: Any) -> None:
     accelerator = torch.accelerator
 
-    def host_register(pointer: int, nbytes: int) -> None:
+    def host_register(pointer: int, nbytes: int, read_only: bool = False) -> None:
         """Page-lock `nbytes` of host memory from `pointer` on, in place and exactly.
+
+        Args:
+            pointer: where the memory begins.
+            nbytes: its size.
+            read_only: the device only reads there. Without it, memory that can't be written to is refused.
 
         Raises:
             torch.OutOfMemoryError: `pinned_capacity_bytes` would be exceeded.
-            RuntimeError: some of it is page-locked already.
+            RuntimeError: some of it is page-locked already, can't be accessed that way, or isn't there.
         """
-        result = library.sim_host_register(pointer, nbytes)
+        result = library.sim_host_register(pointer, nbytes, int(read_only))
         if result == _OVER_CAPACITY:
             limit = int(library.sim_get(b"pinned_capacity_bytes"))
             pinned = library.sim_stat(b"pinned_current", 0)
             raise torch.OutOfMemoryError(f"sim: cannot pin {nbytes} bytes; {pinned} of {limit} are pinned.")
         if result == _OVERLAPS:
             raise RuntimeError(f"sim: some of the {nbytes} bytes from {pointer:#x} on are page-locked already.")
+        if result == _NO_ACCESS:
+            access = "read" if read_only else "written to"
+            raise RuntimeError(f"sim: some of the {nbytes} bytes from {pointer:#x} on can't be {access}.")
+        if result == _UNSUPPORTED:
+            raise RuntimeError("sim: memory to be read only can't be page-locked (registers_read_only=0).")
 
     def host_unregister(pointer: int) -> None:
         """Undo `host_register`; RuntimeError if nothing was registered at `pointer`."""

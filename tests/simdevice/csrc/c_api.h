@@ -145,9 +145,9 @@ const char* sim_trace() {
 }
 
 // Returns a simdevice::Registration.
-int sim_host_register(uint64_t address, uint64_t nbytes) {
+int sim_host_register(uint64_t address, uint64_t nbytes, int read_only) {
   Lock lock(machine().mutex);
-  return static_cast<int>(simdevice::register_host(address, nbytes));
+  return static_cast<int>(simdevice::register_host(address, nbytes, read_only != 0));
 }
 
 // Returns 0, or 1 if nothing is registered there.

@@ -20,6 +20,7 @@ struct Config {
 
   double capacity_bytes = -1;
   double pinned_capacity_bytes = -1;
+  double registers_read_only = 1;  // memory that can't be written to may be page-locked, if that is asked for
   double alloc_round = 512;
   double poison = 1;  // fill new device memory with 0xFF: NaN, or -1
 
@@ -49,6 +50,7 @@ struct Config {
         {"pin_bytes_per_s", &Config::pin_bytes_per_s},
         {"capacity_bytes", &Config::capacity_bytes},
         {"pinned_capacity_bytes", &Config::pinned_capacity_bytes},
+        {"registers_read_only", &Config::registers_read_only},
         {"alloc_round", &Config::alloc_round},
         {"poison", &Config::poison},
         {"race", &Config::race},

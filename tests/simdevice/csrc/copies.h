@@ -74,6 +74,9 @@ inline void copy_with_host(const Tensor& source, const Tensor& target, bool non_
   DeviceState& device = machine().devices[on_device.device().index()];
   StreamState& stream = current_stream_of(on_device.device().index());
   PinnedRange* pinned = pinned_range(host.storage().data());
+  TORCH_CHECK(
+      to_device || !pinned || !pinned->read_only,
+      "simdevice: a copy would write to host memory that is page-locked to be read only");
 
   const char* name = to_device ? (pinned ? "copy_h2d" : "copy_h2d_pageable")
                                : (pinned ? "copy_d2h" : "copy_d2h_pageable");

@@ -2,8 +2,11 @@
 #pragma once
 
 #include <ATen/core/CachingHostAllocator.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <bit>
+#include <cerrno>
 #include <sstream>
 
 #include "state.h"
@@ -30,8 +33,8 @@ inline bool pinning_fits(size_t nbytes) {
   return capacity < 0 || static_cast<double>(machine().pinned_bytes.current) + nbytes <= capacity;
 }
 
-inline void pin(uintptr_t address, size_t nbytes, size_t charged) {
-  machine().pinned[address] = PinnedRange{nbytes, charged, {}};
+inline void pin(uintptr_t address, size_t nbytes, size_t charged, bool read_only = false) {
+  machine().pinned[address] = PinnedRange{nbytes, charged, {}, read_only};
   machine().pinned_bytes.increase(charged);
   machine().host_time += nanoseconds(charged / machine().config.pin_bytes_per_s);
 }
@@ -77,15 +80,40 @@ inline PinnedAllocator* pinned_allocator() {
   return instance;
 }
 
-enum class Registration : int { done = 0, over_capacity = 1, overlaps = 2 };
+enum class Registration : int { done = 0, over_capacity = 1, overlaps = 2, no_access = 3, unsupported = 4 };
 
-inline Registration register_host(uintptr_t address, size_t nbytes) {
+// Whether the kernel lets a device have these pages, to read or to write: it brings them in, as page-locking does.
+// False where nothing is mapped, where a file has ended, and where the mapping may not be written to.
+inline bool bring_in(uintptr_t address, size_t nbytes, bool to_write) {
+#if defined(MADV_POPULATE_READ) && defined(MADV_POPULATE_WRITE)
+  static const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  static const bool is_known = [] {
+    alignas(4096) static char own[4096];
+    return page != 4096 || madvise(own, page, MADV_POPULATE_READ) == 0 || errno != EINVAL;
+  }();
+  const uintptr_t begin = address / page * page;
+  const uintptr_t end = (address + nbytes + page - 1) / page * page;
+  const auto populate = [to_write](uintptr_t from, uintptr_t to) {
+    return madvise(reinterpret_cast<void*>(from), to - from, to_write ? MADV_POPULATE_WRITE : MADV_POPULATE_READ) == 0;
+  };
+  if (!is_known || nbytes == 0) return true;
+  if (!to_write) return populate(begin, end);
+  // Memory to be written to gets its pages when it is: only the ends are tried.
+  return populate(begin, begin + page) && populate(end - page, end);
+#else
+  return true;
+#endif
+}
+
+inline Registration register_host(uintptr_t address, size_t nbytes, bool read_only) {
+  if (read_only && machine().config.registers_read_only <= 0) return Registration::unsupported;
   auto& pinned = machine().pinned;
   auto next = pinned.upper_bound(address);
   if (next != pinned.end() && next->first < address + nbytes) return Registration::overlaps;
   if (pinned_range(reinterpret_cast<void*>(address))) return Registration::overlaps;
   if (!pinning_fits(nbytes)) return Registration::over_capacity;
-  pin(address, nbytes, nbytes);
+  if (!bring_in(address, nbytes, !read_only)) return Registration::no_access;
+  pin(address, nbytes, nbytes, read_only);
   return Registration::done;
 }
 

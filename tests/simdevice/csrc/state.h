@@ -89,6 +89,7 @@ struct PinnedRange {
   size_t size = 0;     // bytes that may be copied from
   size_t charged = 0;  // bytes counted
   VectorClock users;   // last copy by stream
+  bool read_only = false;  // the device may not write here
 };
 
 struct TraceRow {
