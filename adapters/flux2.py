@@ -19,6 +19,7 @@ class Flux2Offload:
     _offload_plan: ClassVar[OffloadPlan] = OffloadPlan(
         block_attrs=_BLOCKS,
         encoder_block_attrs={"text_encoder": ("model.vision_tower.transformer.layers", "model.language_model.layers")},
+        encoder_dlo_weight_replication=("text_encoder",),
         resident_dit_paths=("transformer",),
     )
 
@@ -36,5 +37,6 @@ class Flux2KleinOffload(Flux2Offload):
     _offload_plan: ClassVar[OffloadPlan] = OffloadPlan(
         block_attrs=_BLOCKS,
         encoder_block_attrs={"text_encoder": ("model.layers",)},
+        encoder_dlo_weight_replication=("text_encoder",),
         resident_dit_paths=("transformer",),
     )

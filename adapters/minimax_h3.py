@@ -19,6 +19,7 @@ class MiniMaxH3ModularOffload:
     _offload_plan: ClassVar[OffloadPlan] = OffloadPlan(
         block_attrs={"transformer": ("transformer_blocks",), "transformer_ref": ("transformer_blocks",)},
         encoder_block_attrs={"text_encoder": ("model.visual.blocks", "model.language_model.layers")},
+        encoder_dlo_weight_replication=("text_encoder",),
         resident_dit_paths=("transformer", "transformer_ref"),
         offload_submodules={"token_refiner": "refiner_blocks"},
     )

@@ -17,5 +17,6 @@ class OvisImageOffload:
     _offload_plan: ClassVar[OffloadPlan] = OffloadPlan(
         block_attrs={"transformer": ("transformer_blocks", "single_transformer_blocks")},
         encoder_block_attrs={"text_encoder": ("layers",)},
+        encoder_dlo_weight_replication=("text_encoder",),
         resident_dit_paths=("transformer",),
     )

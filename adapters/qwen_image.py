@@ -32,6 +32,7 @@ class QwenImageOffload:
     _offload_plan: ClassVar[OffloadPlan] = OffloadPlan(
         block_attrs={"transformer": ("transformer_blocks",)},
         encoder_block_attrs={"text_encoder": ("model.visual.blocks", "model.language_model.layers")},
+        encoder_dlo_weight_replication=("text_encoder",),
         resident_dit_paths=("transformer",),
     )
 

@@ -27,6 +27,7 @@ class StableDiffusion3TextOffload:
     _offload_plan: ClassVar[OffloadPlan] = OffloadPlan(
         block_attrs=_BLOCKS,
         encoder_block_attrs=_TEXT,
+        encoder_dlo_weight_replication=tuple(_TEXT),
         resident_dit_paths=("transformer",),
     )
 
@@ -39,6 +40,7 @@ class StableDiffusion3Offload(StableDiffusion3TextOffload):
     _offload_plan: ClassVar[OffloadPlan] = OffloadPlan(
         block_attrs=_BLOCKS,
         encoder_block_attrs=_TEXT | _SIGLIP,
+        encoder_dlo_weight_replication=tuple(_TEXT | _SIGLIP),
         resident_dit_paths=("transformer",),
     )
 

@@ -27,6 +27,7 @@ class StableDiffusionXLTextOffload:
     _offload_plan: ClassVar[OffloadPlan] = OffloadPlan(
         block_attrs=_BLOCKS,
         encoder_block_attrs=_TEXT,
+        encoder_dlo_weight_replication=tuple(_TEXT),
         resident_dit_paths=("unet",),
     )
 
@@ -55,6 +56,7 @@ class StableDiffusionXLOffload(StableDiffusionXLTextOffload):
     _offload_plan: ClassVar[OffloadPlan] = OffloadPlan(
         block_attrs=_BLOCKS,
         encoder_block_attrs=_TEXT | _CLIP_VISION,
+        encoder_dlo_weight_replication=tuple(_TEXT | _CLIP_VISION),
         resident_dit_paths=("unet",),
     )
 

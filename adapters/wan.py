@@ -21,6 +21,7 @@ class WanOffload:
     _offload_plan: ClassVar[OffloadPlan] = OffloadPlan(
         block_attrs={"transformer": ("blocks",), "transformer_2": ("blocks",)},
         encoder_block_attrs=_UMT5,
+        encoder_dlo_weight_replication=tuple(_UMT5),
         resident_dit_paths=("transformer", "transformer_2"),
     )
 
@@ -33,6 +34,7 @@ class WanImageToVideoOffload(WanOffload):
     _offload_plan: ClassVar[OffloadPlan] = OffloadPlan(
         block_attrs={"transformer": ("blocks",), "transformer_2": ("blocks",)},
         encoder_block_attrs=_UMT5 | _CLIP_VISION,
+        encoder_dlo_weight_replication=tuple(_UMT5 | _CLIP_VISION),
         resident_dit_paths=("transformer", "transformer_2"),
     )
 
@@ -45,6 +47,7 @@ class WanSingleOffload(WanOffload):
     _offload_plan: ClassVar[OffloadPlan] = OffloadPlan(
         block_attrs={"transformer": ("blocks",)},
         encoder_block_attrs=_UMT5,
+        encoder_dlo_weight_replication=tuple(_UMT5),
         resident_dit_paths=("transformer",),
     )
 
@@ -57,6 +60,7 @@ class WanSingleImageOffload(WanSingleOffload):
     _offload_plan: ClassVar[OffloadPlan] = OffloadPlan(
         block_attrs={"transformer": ("blocks",)},
         encoder_block_attrs=_UMT5 | _CLIP_VISION,
+        encoder_dlo_weight_replication=tuple(_UMT5 | _CLIP_VISION),
         resident_dit_paths=("transformer",),
     )
 
@@ -68,6 +72,7 @@ class WanVACEOffload(WanOffload):
     _offload_plan: ClassVar[OffloadPlan] = OffloadPlan(
         block_attrs={"transformer": ("vace_blocks", "blocks"), "transformer_2": ("vace_blocks", "blocks")},
         encoder_block_attrs=_UMT5,
+        encoder_dlo_weight_replication=tuple(_UMT5),
         resident_dit_paths=("transformer", "transformer_2"),
     )
 
@@ -82,6 +87,7 @@ class WanVACEModularOffload(WanOffload):
             "transformer_2": ("vace_blocks|blocks", "blocks"),
         },
         encoder_block_attrs=_UMT5,
+        encoder_dlo_weight_replication=tuple(_UMT5),
         resident_dit_paths=("transformer", "transformer_2"),
     )
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from diffusers_omni_offload import hooks
+from diffusers_omni_offload.weights.withheld import is_withheld
 
 #: Methods of models and pipelines that merge LoRA layers into weights or take them out again: choosing another adapter
 #: does, too, if one is merged, and one that is disabled is taken out in its next forward.
@@ -99,6 +100,9 @@ class Mediation:
         dtype = _cast(function)
         if dtype is None:
             return self._module
+        for tensor in (*self._module.parameters(), *self._module.buffers()):
+            if is_withheld(tensor):
+                function(tensor)  # It raises, before anything is cast, and says how to have the tensor here.
         return self._original_apply(lambda t: t.to(dtype) if t.is_floating_point() else t, recurse)
 
     def _destination(self, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.device | None:
