@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
-import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
+from diffusers_omni_offload.checks import check_keys, gibibytes, integer, one_of
 from diffusers_omni_offload.declarations import ENCODER_COMPONENT_TYPES, FrozenMapping, a_type
 
 COMPONENTS = ("dit", *ENCODER_COMPONENT_TYPES)
@@ -56,11 +55,11 @@ class LayerOptions:
     host_registration_limit_gib: float = 0.0
 
     def __post_init__(self) -> None:
-        transfer = _choice("weight_transfer", self.weight_transfer, [transfer.value for transfer in WeightTransfer])
+        transfer = one_of("weight_transfer", self.weight_transfer, [transfer.value for transfer in WeightTransfer])
         object.__setattr__(self, "weight_transfer", WeightTransfer(transfer))
-        _integer("resident_layers", self.resident_layers, minimum=0)
-        object.__setattr__(self, "source", _choice("source", self.source, SOURCES))
-        limit = _gibibytes("host_registration_limit_gib", self.host_registration_limit_gib)
+        integer("resident_layers", self.resident_layers, minimum=0)
+        object.__setattr__(self, "source", one_of("source", self.source, SOURCES))
+        limit = gibibytes("host_registration_limit_gib", self.host_registration_limit_gib)
         object.__setattr__(self, "host_registration_limit_gib", limit)
         if limit and (self.source == "memory" or self.weight_transfer is WeightTransfer.ALLGATHER):
             what = "source='memory'" if self.source == "memory" else "weight_transfer='allgather'"
@@ -81,7 +80,7 @@ class LayerOptions:
             parsed = options
         else:
             name = f"layer_options[{component!r}]"
-            _check_keys(name, options, tuple(field.name for field in fields(cls)))
+            check_keys(name, options, tuple(field.name for field in fields(cls)))
             try:
                 parsed = cls(**options)
             except (TypeError, ValueError) as error:
@@ -122,27 +121,27 @@ class OffloadConfig:
     use_hsdp: bool = False
 
     def __post_init__(self) -> None:
-        strategy = _choice("strategy", self.strategy, [strategy.value for strategy in OffloadStrategy])
+        strategy = one_of("strategy", self.strategy, [strategy.value for strategy in OffloadStrategy])
         object.__setattr__(self, "strategy", OffloadStrategy(strategy))
         if self.components is not None:
             object.__setattr__(self, "components", _parse_components(self.components))
         object.__setattr__(self, "choices", FrozenMapping(_parse_choices(self.choices) if self.choices else {}))
         if self.components is not None and self.choices:
             raise ValueError("Both components and choices select what is offloaded; leave one of the two out.")
-        _check_keys("layer_options", self.layer_options, (*COMPONENTS, *self.choices))
+        check_keys("layer_options", self.layer_options, (*COMPONENTS, *self.choices))
         options = {name: LayerOptions.parse(name, value) for name, value in self.layer_options.items()}
         object.__setattr__(self, "layer_options", FrozenMapping(options))
         if not isinstance(self.pin_memory, bool):
             try:
-                _integer("pin_memory", self.pin_memory, minimum=0)
+                integer("pin_memory", self.pin_memory, minimum=0)
             except TypeError:
                 raise TypeError(
                     f"pin_memory is {self.pin_memory!r}, but True, False or a budget in bytes (an int) is needed."
                 ) from None
-        _integer("slots", self.slots, minimum=1, maximum=MAX_SLOTS)
-        _choice("resident_policy", self.resident_policy, RESIDENT_POLICIES)
+        integer("slots", self.slots, minimum=1, maximum=MAX_SLOTS)
+        one_of("resident_policy", self.resident_policy, RESIDENT_POLICIES)
         for name in ("data_parallel_size", "sequence_parallel_size", "hsdp_shard_size", "hsdp_replicate_size"):
-            _integer(name, getattr(self, name), minimum=1)
+            integer(name, getattr(self, name), minimum=1)
         if self.uses_allgather and self.use_hsdp:
             raise ValueError(
                 "HSDP shards the weights already, so weight_transfer='allgather' would shard them twice; use "
@@ -168,7 +167,7 @@ class OffloadConfig:
         Raises TypeError or ValueError, with the choices.
         """
         if mode is not None:
-            mode = _choice("mode", mode, MODES)
+            mode = one_of("mode", mode, MODES)
         if isinstance(components, Mapping):
             choices = _parse_choices(components)
             strategy_mode = _mode_of(choices, mode)
@@ -194,7 +193,7 @@ class OffloadConfig:
     @classmethod
     def parse(cls, mapping: Any) -> OffloadConfig:
         """The compact form: `mode` and `components` (both needed), `layer_options`, `pin_memory` (a bool)."""
-        _check_keys("The offload configuration", mapping, ("mode", "components", "layer_options", "pin_memory"))
+        check_keys("The offload configuration", mapping, ("mode", "components", "layer_options", "pin_memory"))
         for name, choices in (("mode", MODES), ("components", COMPONENTS)):
             if mapping.get(name) is None:
                 raise ValueError(f"The offload configuration has no {name!r}; give it, from {', '.join(choices)}.")
@@ -279,7 +278,7 @@ def _parse_choices(components: Mapping[Any, Any]) -> dict[str, str]:
                 f"components has the key {name!r} ({a_type(name)}), but a component ({', '.join(SELECTORS)}) or the "
                 "path of one is needed."
             )
-    return {name: _choice(f"components[{name!r}]", choice, CHOICES) for name, choice in components.items()}
+    return {name: one_of(f"components[{name!r}]", choice, CHOICES) for name, choice in components.items()}
 
 
 def _mode_of(choices: Mapping[str, str], mode: str | None) -> str:
@@ -309,7 +308,7 @@ def _parse_components(components: Any) -> tuple[str, ...]:
         )
     if not components:
         raise ValueError(f"components is empty; choose at least one of {', '.join(COMPONENTS)}.")
-    chosen = {_choice("components", component, COMPONENTS) for component in components}
+    chosen = {one_of("components", component, COMPONENTS) for component in components}
     # One order, so that two requests that mean the same compare equal.
     return tuple(component for component in COMPONENTS if component in chosen)
 
@@ -318,7 +317,7 @@ def _parse_layer_options(mode: str, components: tuple[str, ...], layer_options: 
     """The options of the streamed `components`."""
     if layer_options is None:
         layer_options = {}
-    _check_keys("layer_options", layer_options, tuple(dict.fromkeys((*COMPONENTS, *components))))
+    check_keys("layer_options", layer_options, tuple(dict.fromkeys((*COMPONENTS, *components))))
     if mode != "layer":
         if layer_options:
             raise ValueError(
@@ -332,70 +331,3 @@ def _parse_layer_options(mode: str, components: tuple[str, ...], layer_options: 
                 f"({', '.join(components)}) or leave it out."
             )
     return {component: LayerOptions.parse(component, layer_options.get(component, {})) for component in components}
-
-
-def _check_keys(name: str, mapping: Any, choices: Collection[str]) -> None:
-    if not isinstance(mapping, Mapping):
-        raise TypeError(f"{name} is {a_type(mapping)}, but a mapping is needed, with any of {', '.join(choices)}.")
-    for key in mapping:
-        if not isinstance(key, str):
-            raise TypeError(
-                f"{name} has the key {key!r} ({a_type(key)}), but keys must be strings: {', '.join(choices)}."
-            )
-    for key in mapping:
-        if key not in choices:
-            raise ValueError(
-                f"{name} has {key!r}, which is unknown; choose from {', '.join(choices)}.{_closest(key, choices)}"
-            )
-
-
-def _choice(name: str, value: Any, choices: Collection[str]) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{name} is {value!r} ({a_type(value)}), but a string is needed: {', '.join(choices)}.")
-    plain = value.value if isinstance(value, Enum) else value
-    if plain not in choices:
-        raise ValueError(
-            f"{name} has {plain!r}, which is unknown; choose from {', '.join(choices)}.{_closest(plain, choices)}"
-        )
-    return str(plain)
-
-
-#: Words that belong elsewhere, and what to say of them.
-_ELSEWHERE = {
-    "transformer": "The DiT is called 'dit' here, whatever the pipeline calls it.",
-    "unet": "The denoising model is called 'dit' here, whatever the pipeline calls it.",
-    "vae": "The VAE stays on the device; components={..., 'vae': 'module'} swaps it.",
-    "resident_layers": "It is an option of a component: layer_options={'dit': {'resident_layers': ...}}.",
-    "resident_policy": "It is an argument of its own, beside layer_options.",
-    "slots": "It is an argument of its own, beside layer_options.",
-    "pin_memory": "It is an argument of its own, beside layer_options.",
-}
-
-
-def _closest(value: str, choices: Collection[str]) -> str:
-    if value in _ELSEWHERE:
-        return f" {_ELSEWHERE[value]}"
-    matches = difflib.get_close_matches(
-        value.lower().replace("_", "-"), [c.replace("_", "-") for c in choices], n=1, cutoff=0.5
-    )
-    if not matches:
-        return ""
-    match = next(choice for choice in choices if choice.replace("_", "-") == matches[0])
-    return f" Did you mean {match!r}?"
-
-
-def _integer(name: str, value: Any, *, minimum: int, maximum: int | None = None) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {value!r} ({a_type(value)}), but an int is needed.")
-    if value < minimum or (maximum is not None and value > maximum):
-        allowed = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
-        raise ValueError(f"{name} is {value}, but it must be {allowed}.")
-    return value
-
-
-def _gibibytes(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} is {value!r} ({a_type(value)}), but a number of GiB is needed.")
-    if not math.isfinite(value) or value < 0:
-        raise ValueError(f"{name} is {value}, but it must be finite and at least 0.")
-    return float(value)

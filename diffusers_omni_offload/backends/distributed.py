@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from diffusers_omni_offload.agreement import Agreement
+from diffusers_omni_offload.agreement import Agreement, RanksDisagree
 from diffusers_omni_offload.backends.making import LocalMaking
 from diffusers_omni_offload.backends.masters import Find, Making, Unit
 from diffusers_omni_offload.backends.plan_backend import PlanBackend
@@ -73,7 +73,7 @@ class DistributedLayerwiseBackend(PlanBackend):
             super().install(plan, undo)
             self.runner.before_entry = self._agree_on_forward
             self.runner.keeps_slots = True
-            agreement.require_equal(self._digests(), "the weights of their blocks")
+            self._agree_on_weights(agreement, "the weights of their blocks")
         except BaseException as error:
             agreement.fail(error)
             raise
@@ -138,8 +138,20 @@ class DistributedLayerwiseBackend(PlanBackend):
     def _committed(self) -> list[ShardedMaster]:
         return [master for master in self._sharded() if master.is_committed]
 
-    def _digests(self) -> dict[str, str]:
-        return {master.path: master.digest for master in self._sharded()}
+    def _agree_on_weights(self, agreement: Agreement, what: str) -> None:
+        """See that a block gathered from all shares is the block that each rank has."""
+        masters = self._sharded()
+        agreement.require_equal({master.path: master.digest for master in masters}, what)
+        answers = agreement.exchange({master.path: master.checksums for master in masters}, what)
+        ranks = self.group.ranks
+        for index, answer in enumerate(answers):
+            following = (index + 1) % len(answers)
+            for path, (_, read) in answer.items():
+                if answers[following][path][0] != read:
+                    raise RanksDisagree(
+                        f"{path} has other weights on rank {ranks[following]} than on rank {ranks[index]}. Each holds "
+                        "a share of the same weights: load, edit and quantize them in the same way on all ranks."
+                    )
 
     def _commit(self) -> None:
         for master in self._sharded():
@@ -231,7 +243,7 @@ class DistributedLayerwiseBackend(PlanBackend):
         try:
             for master in self._sharded():
                 master.pack()
-            self._agreement.require_equal(self._digests(), "the weights that they have changed in gather()")
+            self._agree_on_weights(self._agreement, "the weights that they have changed in gather()")
         except BaseException as error:
             self._agreement.fail(error)
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -73,10 +74,10 @@ class Sharding:
         for start in range(0, self.shard_nbytes, step):
             yield Chunk(start * self.ranks, start, min(step, self.shard_nbytes - start))
 
-    def pieces(self) -> Iterator[tuple[int, int, int]]:
-        """(offset in the shard, offset in the block, bytes) of this rank's pieces, without what is only padding."""
+    def pieces(self, rank: int) -> Iterator[tuple[int, int, int]]:
+        """(offset in the shard, offset in the block, bytes) of a rank's pieces, without what is only padding."""
         for chunk in self.chunks():
-            start = chunk.start + self.rank * chunk.piece_nbytes
+            start = chunk.start + rank * chunk.piece_nbytes
             nbytes = min(chunk.piece_nbytes, self.nbytes - start)
             if nbytes > 0:
                 yield chunk.shard_start, start, nbytes
@@ -95,6 +96,12 @@ class ShardedMaster(Master):
         share: (block's bytes) -> how it is divided.
         whole: reads the block from the checkpoint's files, if that is where it is; then nothing but the share is
             ever in memory.
+
+    Attributes:
+        sharding: how the block is divided.
+        checksums: of this rank's share, and of the next rank's: what a rank has of its own has to be what the one
+            before it has read for it.
+        is_committed: whether the leaves' bytes are gone.
     """
 
     def __init__(
@@ -113,6 +120,7 @@ class ShardedMaster(Master):
         self._leaves: list[Leaf] = []
         self._buffer: HostBuffer | None = None
         self.sharding = share(0)
+        self.checksums = (0, 0)
         self.is_committed = False
 
     @property
@@ -167,8 +175,17 @@ class ShardedMaster(Master):
         if self._buffer is not None:
             self._buffer.unpin()
         self._buffer = HostBuffer(self.sharding.shard_nbytes, self._platform, self._budget)
-        for shard_start, start, size in self.sharding.pieces():
-            self._read(placements, tensors, self._buffer.bytes[shard_start : shard_start + size], start)
+        rank, ranks = self.sharding.rank, self.sharding.ranks
+        own = following = 0
+        for shard_start, start, size in self.sharding.pieces(rank):
+            piece = self._buffer.bytes[shard_start : shard_start + size]
+            self._read(placements, tensors, piece, start)
+            own = zlib.crc32(piece.numpy().data, own)
+        for _, start, size in self.sharding.pieces((rank + 1) % ranks):
+            piece = torch.zeros(size, dtype=torch.uint8)
+            self._read(placements, tensors, piece, start)
+            following = zlib.crc32(piece.numpy().data, following)
+        self.checksums = (own, following)
         self._know(self._leaves, placements, nbytes, [])
 
     def commit(self) -> None:
