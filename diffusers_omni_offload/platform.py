@@ -24,6 +24,8 @@ class Event(Protocol):
 
     def elapsed_time(self, other: Any) -> float: ...
 
+    def synchronize(self) -> None: ...
+
 
 class Stream(Protocol):
     """An ordered queue of device work, as `torch.Stream`."""
@@ -123,6 +125,8 @@ class _NoEvent:
 
     def elapsed_time(self, other: Any) -> float:
         return 0.0
+
+    def synchronize(self) -> None: ...
 
 
 class _NoStream:

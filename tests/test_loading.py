@@ -460,3 +460,44 @@ def test_damage_that_no_way_of_loading_can_mend_is_an_error(wan: Path, damage: C
 def test_the_class_has_to_be_one_of_diffusers() -> None:
     with pytest.raises(TypeError, match="takes a class such as WanPipeline; it was given"):
         load_omni_pipeline(nn.Linear, "somewhere")  # type: ignore[type-var]
+
+
+def test_buffers_are_made_in_the_dtype_that_was_asked_for(wan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cls = type(tiny.build_wan()[0].transformer.condition_embedder)
+    made = cls.__init__
+
+    def with_table(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        self.register_buffer("table", torch.ones(3) / 3, persistent=False)
+
+    monkeypatch.setattr(cls, "__init__", with_table)
+    mine = load_omni_pipeline(tiny_class("wan"), wan, torch_dtype=torch.bfloat16)
+    theirs = tiny_class("wan").from_pretrained(wan, dtype=torch.bfloat16)
+    assert mine.transformer.condition_embedder.table.dtype == torch.bfloat16
+    read_withheld(mine.transformer)
+    assert_same_model(mine.transformer, theirs.transformer)
+
+
+def test_models_with_a_way_of_their_own_are_left_to_it(wan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cls = type(tiny.build_wan()[0].transformer)
+    ordinary = cls.from_pretrained
+    monkeypatch.setattr(cls, "from_pretrained", classmethod(lambda cls, *args, **kwargs: ordinary(*args, **kwargs)))
+    with pytest.warns(UserWarning, match="WanTransformer3DModel has a way of loading of its own"):
+        mine = load_omni_pipeline(tiny_class("wan"), wan)
+    assert remembered(mine.transformer) is None
+
+
+def test_weights_that_are_cast_to_bytes_are_loaded_the_ordinary_way(wan: Path) -> None:
+    dtypes = {"transformer": torch.float8_e4m3fn, "default": torch.float32}
+    with pytest.warns(UserWarning, match="transformer: torch.float8_e4m3fn was asked for"):
+        mine = load_omni_pipeline(tiny_class("wan"), wan, torch_dtype=dtypes)
+    assert remembered(mine.transformer) is None and remembered(mine.transformer_2) is not None
+
+
+def test_quantized_weights_are_left_to_their_library(wan: Path) -> None:
+    config = wan / "transformer" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": {"quant_method": "none"}}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(CheckpointError, match="has quantized weights"):
+            load_omni_pipeline(tiny_class("wan"), wan)

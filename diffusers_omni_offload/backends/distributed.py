@@ -26,6 +26,7 @@ from diffusers_omni_offload.weights.master import Master
 from diffusers_omni_offload.weights.sharded import ShardedMaster, Sharding, changed_message
 
 _ALONE = WeightGroup("none", (0,), 0)
+_AGREEMENT = "layers"
 
 
 class DistributedLayerwiseBackend(PlanBackend):
@@ -64,7 +65,7 @@ class DistributedLayerwiseBackend(PlanBackend):
         if group.size == 1:
             super().install(plan, undo)
             return
-        agreement = Agreement(group, "layers")
+        agreement = Agreement(group, _AGREEMENT)
         try:
             agreement.require_equal(_topology(plan, self.config), "what they offload")
             undo.callback(self._leave)
@@ -100,10 +101,10 @@ class DistributedLayerwiseBackend(PlanBackend):
         """
         if self._gather is not None and self._gather.error is not None:
             error = self._gather.error
+            self._tell(error)
             super().tear_down()
             raise RuntimeError(
-                "Offload was disabled, but the weights that the ranks held together are lost: a rank failed or is gone "
-                f"({_first_line(error)}). Start the processes anew."
+                f"Offload was disabled, but the weights that the ranks held together are lost: {error}"
             ) from error
         self._bring_back("disable_omni_offload()", self._committed())
         super().tear_down()
@@ -170,6 +171,7 @@ class DistributedLayerwiseBackend(PlanBackend):
         """
         if self._agreement is None or self.scope.is_open:
             return
+        self._require_unbroken()
         try:
             self._refuse_caches()
             facts = wave_facts(signature, args, kwargs)
@@ -259,7 +261,7 @@ class DistributedLayerwiseBackend(PlanBackend):
         """Gather blocks, and make their weights ordinary CPU tensors."""
         if self._agreement is None or not masters:
             return
-        self._agreement.require_equal({"blocks gathered so far": self._history()}, what)
+        self._meet(what)
         with on_device(self.device):
             for block, master in enumerate(self.streamer.masters):
                 if isinstance(master, ShardedMaster) and master in masters:
@@ -268,7 +270,7 @@ class DistributedLayerwiseBackend(PlanBackend):
 
     def _agree_on_forward(self, path: str) -> None:
         if self._agreement is not None and self._is_shared_out(path):
-            self._agreement.require_equal({"blocks gathered so far": self._history()}, f"a forward of {path}")
+            self._meet(f"a forward of {path}")
 
     def _is_shared_out(self, path: str) -> bool:
         assert self.plan is not None
@@ -276,7 +278,11 @@ class DistributedLayerwiseBackend(PlanBackend):
 
     def _after_call(self) -> None:
         if self._agreement is not None:
-            self._agreement.require_equal({"blocks gathered so far": self._history()}, "the end of a call")
+            try:
+                self._meet("the end of a call")
+            except BaseException:
+                self.streamer.order.unlearn()
+                raise
         super()._after_call()
 
     def _call_failed(self) -> None:
@@ -287,9 +293,37 @@ class DistributedLayerwiseBackend(PlanBackend):
             self.streamer.order.unlearn()
             self._agreement.fail(error)
 
-    def _history(self) -> str:
+    def _meet(self, what: str) -> None:
+        """See that all ranks are here, and have gathered the same blocks so far.
+
+        Raises:
+            AgreementError: they haven't, so that nothing can be gathered any more; or one is missing or has failed.
+        """
+        assert self._agreement is not None and self._gather is not None
+        self._require_unbroken()
+        own = {"history": self._gather.digest, "progress": self._gather.progress}
+        answers = self._agreement.exchange(own, what)
+        if len({answer["history"] for answer in answers}) > 1:
+            of_ranks = zip(self.group.ranks, answers, strict=True)
+            each = "; ".join(f"rank {rank}: {answer['progress']}" for rank, answer in of_ranks)
+            error = (
+                f"Before {what} the ranks have gathered different blocks ({each}). Their weights can't be brought "
+                "together any more; start the processes anew."
+            )
+            self._gather.error = RuntimeError(error)
+            raise RanksDisagree(error)
+
+    def _require_unbroken(self) -> None:
+        """Raises RuntimeError, here and in the others' next exchange, if a collective has failed: no rank waits for one
+        that can't go on."""
         assert self._gather is not None
-        return self._gather.digest
+        if self._gather.error is not None:
+            self._tell(self._gather.error)
+            raise RuntimeError(str(self._gather.error)) from self._gather.error
+
+    def _tell(self, error: BaseException) -> None:
+        """Let the others' next exchange fail, whatever they were told before."""
+        Agreement(self.group, _AGREEMENT).fail(error)
 
 
 class _ShardedMaking:
@@ -328,7 +362,3 @@ def _topology(plan: ResolvedPlan, config: OffloadConfig) -> dict[str, Any]:
         for stack in plan.stacks
     }
     return {"slots": config.slots, **stacks}
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -34,7 +34,7 @@ class Gather:
 
     Attributes:
         gathered: number of blocks that were gathered.
-        error: what a collective has failed with; the ranks' collectives don't match any more after that.
+        error: why the ranks' collectives don't match any more, once one has failed: a sentence.
     """
 
     lookahead = 0
@@ -46,11 +46,17 @@ class Gather:
         self.gathered = 0
         self.error: BaseException | None = None
         self._history = hashlib.sha256()
+        self._last = ""
 
     @property
     def digest(self) -> str:
         """Tells whether two ranks have gathered the same blocks in the same order."""
         return self._history.hexdigest()[:16]
+
+    @property
+    def progress(self) -> str:
+        """How far this rank is, for a message."""
+        return f"{self.gathered} blocks, the last one {self._last}" if self._last else "none"
 
     def serves(self, master: Master) -> bool:
         return isinstance(master, ShardedMaster)
@@ -67,7 +73,7 @@ class Gather:
             RuntimeError: a collective failed, now or before: a rank is gone, or does something else.
         """
         if self.error is not None:
-            raise RuntimeError(broken_message(master.path, self.error))
+            raise RuntimeError(str(self.error)) from self.error
         self._history.update(master.path.encode() + b"\n")
         sharding, shard = master.sharding, master.shard
         copies.wait_event(slot.free)
@@ -82,13 +88,13 @@ class Gather:
                 with self._stream:
                     _all_gather(gathered, own, group=self._group)
         except BaseException as error:
-            self.error = error
+            self.error = RuntimeError(broken_message(master.path, error))
             if isinstance(error, RuntimeError):
-                raise RuntimeError(broken_message(master.path, error)) from error
+                raise RuntimeError(str(self.error)) from error
             raise
         slot.ready.record(self._stream)
         slot.writer = self._stream
-        self.gathered += 1
+        self.gathered, self._last = self.gathered + 1, master.path
         return sharding.shard_nbytes
 
     def settle(self) -> None:

@@ -87,7 +87,7 @@ class Reader(threading.Thread):
                 try:
                     read.is_started = True
                     if read.is_wanted:
-                        read.copied.synchronize()  # type: ignore[attr-defined]
+                        read.copied.synchronize()
                         read.master.read_into(read.memory[: read.master.nbytes])
                         self._counts.add(read.master.nbytes)
                 except BaseException as error:

@@ -18,10 +18,6 @@ from diffusers_omni_offload.streaming.reader import Read, Readable, ReadCounts, 
 from diffusers_omni_offload.streaming.slots import Slot
 from diffusers_omni_offload.weights.pinning import HostBuffer, PinnedBudget
 
-#: What a forked process has of its parent's buffers. Their memory isn't there, and to free it would unmap whatever has
-#: its place now.
-_left_behind: list[HostBuffer] = []
-
 
 class _Buffer:
     """A staging buffer.
@@ -46,7 +42,7 @@ class _Buffer:
     def require(self, nbytes: int, platform: Platform, budget: PinnedBudget) -> torch.Tensor:
         """Memory of at least `nbytes`."""
         if self.host is None or self.host.nbytes < nbytes:
-            self.copied.synchronize()  # type: ignore[attr-defined]
+            self.copied.synchronize()
             self.give_back()  # The budget may not have room for both.
             with torch.inference_mode(False):
                 self.host = HostBuffer(nbytes, platform, budget)
@@ -221,7 +217,6 @@ class Staging:
 
     def _require_reader(self) -> Reader:
         if self._reader is None or not self._reader.is_serving:
-            _left_behind.extend(buffer.host for buffer in self._buffers if buffer.host is not None)
             self._buffers = [_Buffer(self._platform) for _ in range(self.lookahead)]
             self._reader = Reader(self._platform.device, self._counts)
             self._end = weakref.finalize(self, self._reader.end)

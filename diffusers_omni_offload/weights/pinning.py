@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
+import os
 import weakref
 from typing import Any
 
@@ -13,6 +15,10 @@ from diffusers_omni_offload.platform import Platform, host_memory
 
 #: Share of host memory that is never page-locked: the system, the page cache and the Python heap live there.
 _RESERVED_SHARE = 0.1
+
+
+#: Python doesn't have these names.
+_PROT_NONE, _MAP_FIXED_NOREPLACE = 0, 0x100000
 
 
 def _next_power_of_two(nbytes: int) -> int:
@@ -99,6 +105,7 @@ class HostBuffer:
     def unpin(self) -> None:
         """Release the page lock; the last copy from here has to be over. The memory and its tensors stay."""
         self.is_pinned = False
+        _not_forked.discard(self)
         if self._unpin is not None:
             self._unpin()
 
@@ -119,6 +126,7 @@ class HostBuffer:
         self.is_pinned = True
         with contextlib.suppress(OSError, AttributeError, ValueError):
             self._memory.madvise(mmap.MADV_DONTFORK)  # type: ignore[union-attr]
+            _not_forked.add(self)
 
     def _take_from_allocator(self, budget: PinnedBudget) -> bool:
         """Where memory can't be registered: torch's pinned allocator, whose rounding is charged to the budget."""
@@ -143,3 +151,36 @@ def _unregister(platform: Platform, pointer: int, nbytes: int, budget: PinnedBud
     budget.give_back(nbytes)
     with contextlib.suppress(OSError, AttributeError, ValueError):
         memory.madvise(mmap.MADV_DOFORK)
+
+
+#: Buffers whose memory a forked process doesn't get: a device may write there, or read, as long as the parent lives.
+_not_forked: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
+
+#: What a forked process couldn't keep the place of; it is never unmapped there.
+_left_behind: list[Any] = []
+
+
+def _keep_places() -> None:
+    """In a forked process: let nothing be mapped where the parent's buffers were.
+
+    They are unmapped when they die here too, and that would be the end of whatever has their place. Reading them still
+    ends the process.
+    """
+    for buffer in _not_forked:
+        if not _keep_place(buffer.bytes.data_ptr(), buffer.nbytes):
+            _left_behind.append(buffer._memory)
+
+
+def _keep_place(pointer: int, nbytes: int) -> bool:
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED_NOREPLACE
+    try:
+        place = ctypes.CDLL(None).mmap
+    except (OSError, AttributeError, TypeError):
+        return False
+    place.restype = ctypes.c_void_p
+    place.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    return place(pointer, nbytes, _PROT_NONE, flags, -1, 0) == pointer
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_keep_places)

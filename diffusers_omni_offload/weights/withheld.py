@@ -24,6 +24,9 @@ _ALLOWED: frozenset[Any] = frozenset(
     + [torch.is_floating_point, torch.is_complex, torch.numel, torch.is_conj, torch.is_neg, torch.is_inference]
 )
 
+#: What may be changed of it; PEFT does when it wraps a layer. It counts for the insides that it hasn't now, too.
+_CHANGEABLE: frozenset[Any] = frozenset([torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__])  # type: ignore[attr-defined]
+
 #: Its insides are on meta, but whoever asks wants to know where it is at home.
 _ANSWERS: dict[Any, Any] = {
     torch.Tensor.device.__get__: torch.device("cpu"),
@@ -49,6 +52,10 @@ class Withheld:
         if function in _ALLOWED:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
+        if function in _CHANGEABLE:
+            with torch._C.DisableTorchFunctionSubclass():
+                function(vars(args[0])[_ATTRIBUTE].other, *args[1:], **(kwargs or {}))
+                return function(*args, **(kwargs or {}))
         reasons: list[str] = []
 
         def note(tensor: torch.Tensor) -> bool:
@@ -58,6 +65,13 @@ class Withheld:
 
         any_tensor([args, kwargs or {}], note)
         raise RuntimeError(reasons[0])
+
+    def __format__(self, spec: str) -> str:
+        return object.__format__(self, spec)
+
+    def as_subclass(self, cls: type) -> Any:
+        """Raises RuntimeError. Torch doesn't ask `__torch_function__` about it."""
+        raise RuntimeError(vars(self)[_ATTRIBUTE].why)
 
     def __repr__(self) -> str:
         return f"<withheld {type(self).__name__} of shape {tuple(self.shape)}, {self.dtype}>"  # type: ignore[attr-defined]
