@@ -79,6 +79,7 @@ class DistributedLayerwiseBackend(PlanBackend):
             agreement.fail(error)
             raise
         self._commit()
+        self.origins.release(plan, self._shared_out)
 
     def transports(self) -> list[Transport]:
         local = super().transports()

@@ -10,9 +10,9 @@ from diffusers_omni_offload.backends.masters import Unit
 from diffusers_omni_offload.messages import logger
 from diffusers_omni_offload.topology.plan import BlockStack, ResolvedPlan
 from diffusers_omni_offload.weights.checkpoint import CheckpointError
-from diffusers_omni_offload.weights.leaves import Leaf, is_plain
+from diffusers_omni_offload.weights.leaves import Leaf, find_leaves, is_plain
 from diffusers_omni_offload.weights.mapped import Origin
-from diffusers_omni_offload.weights.proof import Sources, find_checkpoint, prove, remembered, stored_weights
+from diffusers_omni_offload.weights.proof import Sources, find_checkpoint, forget, prove, remembered, stored_weights
 from diffusers_omni_offload.weights.sources import LeafSource, same_bytes
 from diffusers_omni_offload.weights.withheld import give_back, is_withheld
 
@@ -70,22 +70,33 @@ class Origins:
         """Whether a unit's weights stay in files."""
         return id(unit.module) in self._served
 
+    def release(self, plan: ResolvedPlan, gone: Iterable[nn.Module]) -> None:
+        """Keep nothing open for the components that have one of the modules `gone`, whose weights are in no file."""
+        self._known, self._served = {}, set()
+        gone = set(gone)
+        for component in plan.components:
+            if not gone.isdisjoint(component.module.modules()):
+                forget(component.module)
+
     @property
     def are_used(self) -> bool:
         """Whether any weights stay in files."""
         return bool(self._served)
 
     def _serve(self, plan: ResolvedPlan, stack: BlockStack) -> None:
-        component = plan.component(stack.component)
-        sources: Sources | str | None = remembered(component.module)
-        if sources is None and stack.options.source == "checkpoint":
-            sources = self._prove(component.module, plan, stack.component)
+        blocks = [stack.blocks[index] for index in stack.streamed]
+        component = plan.component(stack.component).module
+        if stack.options.source == "checkpoint" and not self._knows(blocks):
+            sources = self._prove(component, plan, stack.component)
             if isinstance(sources, str):
                 logger.warning("%s is streamed from host memory, not from its checkpoint: %s", stack.component, sources)
                 return
-            self._add(component.module, sources)
-        if sources is not None:
-            self._served.update(id(stack.blocks[index]) for index in stack.streamed)
+            self._add(component, sources)
+        if self._knows(blocks):
+            self._served.update(map(id, blocks))
+
+    def _knows(self, blocks: Iterable[nn.Module]) -> bool:
+        return any(id(leaf.tensor) in self._known for block in blocks for leaf in find_leaves(block, ""))
 
     @staticmethod
     def _prove(module: nn.Module, plan: ResolvedPlan, path: str) -> Sources | str:

@@ -101,6 +101,8 @@ class _Resolver:
             ("encoder_component_types", self.plan.encoder_component_types, encoders, "_encoder_modules"),
             ("encoder_dlo_weight_replication", self.plan.encoder_dlo_weight_replication, encoders, "_encoder_modules"),
             ("entry_points", self.plan.entry_points, every_path, "the declaration"),
+            ("checkpoint_layouts", self.plan.checkpoint_layouts, dits, "_dit_modules"),
+            ("post_load", self.plan.post_load, every_path, "the declaration"),
         )
         for field, paths, known, attribute in fields:
             for path in paths:

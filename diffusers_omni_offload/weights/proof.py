@@ -112,6 +112,11 @@ def read_withheld(module: nn.Module) -> None:
             give_back(tensor, sources[path].read())
 
 
+def forget(module: nn.Module) -> None:
+    """Keep nothing of what was proven of a module, and so nothing open for it."""
+    _proofs.pop(module, None)
+
+
 def stored_weights(module: nn.Module) -> dict[str, torch.Tensor]:
     """The parameters and persistent buffers below `module` by path; tied ones under each of their paths."""
     return {
