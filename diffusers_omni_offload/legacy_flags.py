@@ -104,6 +104,9 @@ def _from_flags_alone(fields: _Fields, parallel: dict[str, Any]) -> OffloadConfi
             )
         transfer = WeightTransfer.ALLGATHER if uses_allgather else WeightTransfer.RANK_LOCAL
         options = {"dit": LayerOptions(weight_transfer=transfer, resident_layers=resident_layers)}
+        limit = _registration_limit(fields)
+        if limit and transfer is WeightTransfer.RANK_LOCAL and _uses_host_weights(fields):
+            options["dit"] = replace(options["dit"], source="checkpoint", host_registration_limit_gib=limit)
     elif strategy is OffloadStrategy.LAYERWISE:
         options = {"dit": LayerOptions()}
     if resident_layers and strategy is not OffloadStrategy.DISTRIBUTED_LAYERWISE:
@@ -189,16 +192,22 @@ def _uses_host_weights(fields: _Fields) -> bool:
     )
 
 
-def _check_registration_limit(config: OffloadConfig, fields: _Fields) -> None:
+def _registration_limit(fields: _Fields) -> float:
+    """How many GiB of the page cache may be page-locked. TypeError or ValueError if that can't be."""
     limit = fields.get(_REGISTRATION_LIMIT, 0)
     if isinstance(limit, bool) or not isinstance(limit, (int, float)):
         raise TypeError(f"{_REGISTRATION_LIMIT} is {limit!r} ({a_type(limit)}), but a number of GiB is needed.")
     if not math.isfinite(limit) or limit < 0:
         raise ValueError(f"{_REGISTRATION_LIMIT} is {limit}, but it must be finite and at least 0.")
+    return float(limit)
+
+
+def _check_registration_limit(config: OffloadConfig, fields: _Fields) -> None:
+    limit = _registration_limit(fields)
     is_rank_local = config.strategy is OffloadStrategy.DISTRIBUTED_LAYERWISE and not config.uses_allgather
     if limit and not (is_rank_local and _uses_host_weights(fields)):
         raise ValueError(
-            f"{_REGISTRATION_LIMIT}={limit} needs the distributed layerwise strategy with rank-local weights "
+            f"{_REGISTRATION_LIMIT}={limit:g} needs the distributed layerwise strategy with rank-local weights "
             f"(dlo_use_allgather=False) and {_HOST_WEIGHTS}; leave it out."
         )
 

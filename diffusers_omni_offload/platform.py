@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+
+#: `cudaHostRegisterReadOnly`, and `hipHostRegisterReadOnly`: the device only reads there.
+_READ_ONLY = 0x08
 
 
 class Event(Protocol):
@@ -104,20 +108,57 @@ class Platform:
             RuntimeError: the platform refused; the memory is as before.
         """
         if self.device.type == "cuda":
-            with torch.cuda.device(self.device):
-                error = torch.cuda.cudart().cudaHostRegister(pointer, nbytes, 0)
-            if int(error) != 0:
-                raise RuntimeError(f"cudaHostRegister refused {nbytes:,} bytes: error {int(error)}.")
+            self._cuda_register(pointer, nbytes, 0)
         else:
             self.module.host_register(pointer, nbytes)
 
+    def register_file(self, pointer: int, nbytes: int) -> None:
+        """Page-lock `nbytes` from `pointer` on, of a read-only shared mapping of a file: pages of the page cache, from
+        which the device may then read.
+
+        Raises:
+            RuntimeError: the platform refused; nothing is page-locked.
+        """
+        if not self.registers_host_memory:
+            raise RuntimeError(f"{str(self.device)!r} has no way to page-lock memory in place.")
+        if self.device.type == "cuda":
+            self._cuda_register(pointer, nbytes, _READ_ONLY)
+        else:
+            self.module.host_register(pointer, nbytes, read_only=True)
+
+    def why_no_files(self, pointer: int) -> str | None:
+        """Why pages of files can't be page-locked, as the platform says it; None if they can.
+
+        It is tried with the page at `pointer`: what a driver says that it supports depends on the file system as well.
+        """
+        try:
+            self.register_file(pointer, mmap.PAGESIZE)
+        except RuntimeError as error:
+            return str(error).splitlines()[0]
+        self.unregister_host_memory(pointer)
+        return None
+
+    def _cuda_register(self, pointer: int, nbytes: int, flags: int) -> None:
+        with torch.cuda.device(self.device):
+            error = torch.cuda.cudart().cudaHostRegister(pointer, nbytes, flags)
+        if int(error) != 0:
+            _forget_cuda_error()
+            raise RuntimeError(f"cudaHostRegister refused {nbytes:,} bytes: error {int(error)}.")
+
     def unregister_host_memory(self, pointer: int) -> None:
-        """Undo `register_host_memory`; the last copy from there has to be over."""
+        """Undo `register_host_memory` or `register_file`; the last copy from there has to be over."""
         if self.device.type == "cuda":
             with torch.cuda.device(self.device):
                 torch.cuda.cudart().cudaHostUnregister(pointer)
         else:
             self.module.host_unregister(pointer)
+
+
+def _forget_cuda_error() -> None:
+    """What a call has refused is kept as the last error, and the next kernel launch would report it as its own."""
+    for name in ("cudaGetLastError", "hipGetLastError"):
+        with contextlib.suppress(OSError, AttributeError, TypeError):
+            getattr(ctypes.CDLL(None), name)()
 
 
 class _NoEvent:

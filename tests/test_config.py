@@ -343,6 +343,13 @@ def test_registration_limit_with_what_it_needs() -> None:
         dlo_host_registration_limit_gib=1.5,
     )
     assert config.strategy is DISTRIBUTED
+    assert config.layer_options == {"dit": LayerOptions(source="checkpoint", host_registration_limit_gib=1.5)}
+
+
+@pytest.mark.parametrize("fields", [{"dlo_host_registration_limit_gib": 0}, {"host_weight_runtime_mode": "mmap"}])
+def test_without_a_registration_limit_weights_stay_where_they_are(fields: dict[str, Any]) -> None:
+    config = flags(enable_distributed_layerwise_offload=True, dlo_use_allgather=False, **fields)
+    assert config.layer_options == {"dit": LayerOptions()}
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from diffusers_omni_offload.backends.origins import Origins
 from diffusers_omni_offload.backends.ownership import not_borrowed, require_unowned
 from diffusers_omni_offload.backends.remarks import first_call_summary, warn_of_pageable, warn_of_plain_tensors
 from diffusers_omni_offload.backends.residency import Residency, tell_of_move
+from diffusers_omni_offload.backends.transports import blocks_by_ceiling, local_transports
 from diffusers_omni_offload.config import OffloadConfig
 from diffusers_omni_offload.messages import format_bytes, logger
 from diffusers_omni_offload.platform import on_device, platform_for, return_freed_host_memory
@@ -33,9 +34,8 @@ from diffusers_omni_offload.streaming.runner import BlockRunner
 from diffusers_omni_offload.streaming.scope import CallScope
 from diffusers_omni_offload.streaming.shared import SharedLeaves
 from diffusers_omni_offload.streaming.stages import OnDemandStage, PackedStage, Stage, Stages
-from diffusers_omni_offload.streaming.staging import Staging
 from diffusers_omni_offload.streaming.streamer import Streamer
-from diffusers_omni_offload.streaming.transport import HostToDevice, Transport
+from diffusers_omni_offload.streaming.transport import Transport
 from diffusers_omni_offload.topology.plan import ResolvedComponent, ResolvedPlan
 from diffusers_omni_offload.topology.resolver import resolve_offload_plan
 from diffusers_omni_offload.weights.derived import restore_derived
@@ -81,8 +81,9 @@ class PlanBackend(OffloadBackend):
 
     def transports(self) -> list[Transport]:
         """How weights get to the device; the first one that serves a master brings it."""
-        local: list[Transport] = [HostToDevice()]
-        return [Staging(self.platform, self.budget), *local] if self.origins.are_used else local
+        return local_transports(
+            self.platform, self.budget, self.origins, self.config, lambda: blocks_by_ceiling(self.plan, self.masters)
+        )
 
     def making(self) -> Making:
         """What kinds of masters there are."""

@@ -155,6 +155,18 @@ class CheckpointFile:
             self._address = torch.frombuffer(self._mapping, dtype=torch.uint8, count=1).data_ptr()
         return torch.frombuffer(self._mapping, dtype=torch.uint8, count=nbytes, offset=start)
 
+    def map_shared(self) -> mmap.mmap:
+        """Another mapping, of the page cache's own pages: what other processes have in memory as well. Read-only.
+
+        Raises:
+            CheckpointError: the file was changed.
+        """
+        self.require_unchanged()
+        try:
+            return mmap.mmap(self._descriptor, self.nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{self.path} can't be mapped: {error}.") from error
+
     def is_viewed_by(self, tensor: torch.Tensor, start: int) -> bool:
         """Whether the tensor's data begins where byte `start` is mapped."""
         return self._mapping is not None and tensor.data_ptr() == self._address + start
