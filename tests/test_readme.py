@@ -95,7 +95,7 @@ def test_keywords_of_calls_exist() -> None:
 def test_keywords_in_the_text_exist() -> None:
     parameters = inspect.signature(enable_omni_offload).parameters
     prose = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
-    named = set(re.findall(r"`(\w+)=", prose)) - {"weight_transfer", "source"}
+    named = set(re.findall(r"`(\w+)=", prose)) - {"weight_transfer", "source", "timeout"}
     assert {"slots", "pin_memory", "device", "resident_policy"} <= named <= set(parameters)
     assert parameters["slots"].default == 2 and parameters["pin_memory"].default is True
 
@@ -245,25 +245,15 @@ def test_a_vae_that_is_cast_in_each_call_is_packed_anew(
     assert packed == ["vae"] * packs
 
 
-@pytest.mark.parametrize(
-    ("mode", "options"),
-    [
-        ("layer", {"dit": {"weight_transfer": "allgather"}}),
-        ("layer", {"dit": {"source": "checkpoint"}}),
-    ],
-)
-def test_what_the_table_calls_not_yet_raises(mode: str, options: dict[str, dict[str, str]] | None) -> None:
-    pipe, _ = tiny.build_toy(3)
-    with pytest.raises(NotImplementedError):
-        pipe.enable_omni_offload(mode, layer_options=options, device="cpu")
-    assert pipe.omni_offload is None
-
-
 def test_what_the_table_of_modes_says_works(device: torch.device) -> None:
     works = re.findall(r"^\| (.+?) \|.*\| works \|$", README, flags=re.MULTILINE)
-    assert works == ['`"layer"`', '`"module"`', '`components={"dit": "layer", "vae": "module", ...}`']
+    assert works[:3] == ['`"layer"`', '`"module"`', '`components={"dit": "layer", "vae": "module", ...}`']
     pipe, call = tiny.build_wan()
-    for arguments in ({"mode": "layer"}, {"mode": "module"}, {"components": {"dit": "layer", "vae": "module"}}):
+    options = [ast.literal_eval(text) for work in works[3:] for text in re.findall(r"`layer_options=(.+?)`", work)]
+    assert [list(option["dit"]) for option in options] == [["source"], ["weight_transfer"]]
+    arguments_of_all = [{"mode": "layer"}, {"mode": "module"}, {"components": {"dit": "layer", "vae": "module"}}]
+    arguments_of_all += [{"mode": "layer", "layer_options": option} for option in options]
+    for arguments in arguments_of_all:
         handle = pipe.enable_omni_offload(**arguments)
         tiny.run(pipe, call)
         assert (handle.loads > 0, handle.swaps > 0) == ("layer" in str(arguments), "module" in str(arguments))
