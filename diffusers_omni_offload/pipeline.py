@@ -103,7 +103,7 @@ def enable_from_config(
         require_same(other, config, where, plan)
         return _join(pipe, config, plan, other)
     if handle is None:
-        _require_fit(pipe, config, plan, where, spare=0)
+        _require_fit(pipe, config, plan, where)
         return _enable(pipe, config, plan, where)
     return _reconfigure(pipe, handle, config, plan, where)
 
@@ -180,7 +180,7 @@ def _reconfigure(
     pipe: Any, handle: OffloadHandle, config: OffloadConfig, plan: ResolvedPlan, device: torch.device
 ) -> OffloadHandle:
     """Change the configuration of an offloaded pipeline; if that fails, the old one is put back."""
-    _require_fit(pipe, config, plan, device, spare=handle.device_bytes)
+    _require_fit(pipe, config, plan, device, handle)
     handle.backend.scope.require_closed("changed")
     old_plan, old_device = handle.plan, handle.backend.device
     try:
@@ -192,11 +192,14 @@ def _reconfigure(
         raise
 
 
-def _require_fit(pipe: Any, config: OffloadConfig, plan: ResolvedPlan, device: torch.device, *, spare: int) -> None:
+def _require_fit(
+    pipe: Any, config: OffloadConfig, plan: ResolvedPlan, device: torch.device, handle: OffloadHandle | None = None
+) -> None:
     def advise(available: int) -> str:
         return what_fits(lambda other: _resolve(pipe, other), config, device, available)
 
-    preflight.check(plan, platform_for(device), config.slots, spare=spare, advise=advise)
+    spare, given_back = (0, frozenset()) if handle is None else (handle.device_bytes, handle.backend.masters.held())
+    preflight.check(plan, platform_for(device), config.slots, spare=spare, given_back=given_back, advise=advise)
 
 
 def _attach(

@@ -126,9 +126,9 @@ class Masters:
             self.shared = self._making.make_shared(lambda: shared)
             _pack(self.shared, undo)
 
-    def held(self) -> set[int]:
+    def held(self) -> frozenset[int]:
         """`id` of every tensor that is in a master."""
-        return {id(tensor) for master in self for tensor in master.tensors}
+        return frozenset(id(tensor) for master in self for tensor in master.tensors)
 
     def stale(self) -> list[Master]:
         """Those whose modules hold other leaves, or whose leaves hold other bytes, than were packed."""

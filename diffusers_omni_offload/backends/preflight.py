@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import torch
@@ -124,10 +125,11 @@ def check(
     slots: int,
     *,
     spare: int = 0,
+    given_back: AbstractSet[int] = frozenset(),
     advise: Callable[[int], str] = lambda available: "Free some of it, or use fewer slots or resident layers.",
 ) -> None:
     """All of the preflight: `require_ready`, then `require_memory`; see there."""
-    require_ready(plan, platform.device)
+    require_ready(plan, platform.device, given_back)
     require_memory(plan, platform, slots, spare=spare, advise=advise)
 
 
@@ -162,8 +164,13 @@ def require_memory(
         )
 
 
-def require_ready(plan: ResolvedPlan, device: torch.device) -> None:
+def require_ready(plan: ResolvedPlan, device: torch.device, given_back: AbstractSet[int] = frozenset()) -> None:
     """Refuse a pipeline whose weights belong to somebody else, or can't be offloaded or placed.
+
+    Args:
+        plan: the plan.
+        device: the execution device.
+        given_back: `id` of weights that may be withheld now, but won't be when the plan is carried out.
 
     Raises:
         RuntimeError: another offload is on, or the pipeline is spread over devices.
@@ -189,16 +196,16 @@ def require_ready(plan: ResolvedPlan, device: torch.device) -> None:
         require_methods(component.module, component.path, plan.entry_points.get(component.path, ()))
     offloaded = {id(leaf.tensor) for path in plan.on_demand for leaf in find_leaves(plan.module(path), path)}
     known: set[tuple[object, ...]] = set()
-    in_files = {key for component in plan.components for key in readable(component.module)}
+    readable_ones = frozenset(given_back).union(*(readable(component.module) for component in plan.components))
     for unit in units_of(plan):
         for leaf in unit.leaves():
-            if not (is_withheld(leaf.tensor) and id(leaf.tensor) in in_files):
+            if not (is_withheld(leaf.tensor) and id(leaf.tensor) in readable_ones):
                 require_plain(leaf)
             offloaded.add(id(leaf.tensor))
         require_same_form(unit, device, known)
     for component in plan.components:
         leaves = find_leaves(component.module, component.path, offloaded)
-        require_placeable([leaf for leaf in leaves if id(leaf.tensor) not in in_files], device)
+        require_placeable([leaf for leaf in leaves if id(leaf.tensor) not in readable_ones], device)
 
 
 def require_unwrapped(path: str, module: nn.Module) -> None:
