@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -171,6 +171,7 @@ class DistributedLayerwiseBackend(PlanBackend):
         """
         if self._agreement is None or self.scope.is_open:
             return
+        self._refuse_gathered()
         self._require_unbroken()
         try:
             self._refuse_caches()
@@ -180,13 +181,21 @@ class DistributedLayerwiseBackend(PlanBackend):
             raise
         agree_on_wave(self._agreement, facts, f"the call of {name}")
 
+    def opened(self, prepare: Callable[[], None] | None = None) -> AbstractContextManager[None]:
+        """See `PlanBackend.opened`. Inside of `gather` there is no call to be in; components that run are refused."""
+        return nullcontext() if self.is_gathered else super().opened(prepare)
+
     def audit(self) -> bool:
+        self._refuse_gathered()
+        return super().audit()
+
+    def _refuse_gathered(self) -> None:
         if self.is_gathered:
             raise RuntimeError(
-                "A component ran inside of `with pipe.omni_offload.gather():`. There the weights are in host memory, "
-                "to be read and changed; run it after the body."
+                "A component ran inside of `with pipe.omni_offload.gather():`, or after a body whose changes the ranks "
+                "couldn't agree on. There the weights are in host memory, to be read and changed; run it after the "
+                "body, or enter gather() once more and make them the same."
             )
-        return super().audit()
 
     def merging(self) -> AbstractContextManager[None]:
         """See `PlanBackend.merging`.
