@@ -144,12 +144,13 @@ class Agreement:
                 f"The ranks differ in {what}: {'; '.join(differences)}. Make them the same on each rank."
             )
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException, *, again: bool = False) -> None:
         """Say that this rank failed, so that the others' next exchange raises at once. Never raises.
 
-        Nothing needs to be said after an exchange that raised: the others know.
+        Nothing needs to be said after an exchange that raised: the others know. `again` says it in place of one more
+        exchange, for a rank that won't make any.
         """
-        if len(self.group.ranks) > 1 and not self._has_failed:
+        if len(self.group.ranks) > 1 and (again or not self._has_failed):
             self._leave_note(self._next_number(), error)
 
     def _answers(self, number: int, answer: Mapping[str, Any], what: str) -> list[dict[str, Any]]:

@@ -150,3 +150,14 @@ def hooked(module: nn.Module, on_call: int, action: Callable[[], Any]) -> Iterat
         yield
     finally:
         handle.remove()
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """In the body, an attribute has another value. (pytest's monkeypatch isn't there in a rank's process.)"""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

@@ -14,8 +14,9 @@ import torch
 from diffusers_omni_offload.weights.leaves import find_leaves
 from tests import tiny
 from tests.benchmarks import __main__ as tables
-from tests.benchmarks import calls, gpu_check, real, stacks, steps
+from tests.benchmarks import calls, gpu_check, ranks, real, stacks, steps
 from tests.benchmarks.tables import format_table
+from tests.ranks import RankPool
 
 ROOT = Path(__file__).parent.parent
 
@@ -101,6 +102,51 @@ def test_text_encoders_stay_together_until_the_dit_needs_the_room(sim: ModuleTyp
     assert bench.module_mode().swaps == 4 and bench.model_offload().swaps == 7
 
 
+def test_the_ideal_of_ranks_is_the_longest_of_compute_copy_and_gather() -> None:
+    """A block of 0.7 GB: 43.75 ms over the link, 14 and 58.3 ms over the fabrics."""
+    rates = ranks.Rates(ratio=2.0)
+    assert rates.compute == pytest.approx(0.021875)
+    assert rates.ideal("rank-local", 4) == pytest.approx(0.04375)
+    assert rates.ideal("allgather", 4) == pytest.approx(0.021875)
+    assert ranks.Rates(2.0, fabric=12e9).ideal("allgather", 4) == pytest.approx(0.04375)
+    shared = ranks.Rates(2.0, link=4e9)
+    assert shared.ideal("rank-local", 4) == pytest.approx(0.175)
+    assert shared.ideal("allgather", 4) == pytest.approx(0.04375)
+
+
+@pytest.mark.processes
+def test_steps_of_two_ranks_are_near_the_ideal() -> None:
+    """Bound by copies, by gathers, by a shared link and by compute."""
+    rates = [ranks.Rates(2.0), ranks.Rates(2.0, fabric=12e9), ranks.Rates(1.0, link=8e9), ranks.Rates(0.5)]
+    with RankPool(2, device="sim") as pool:
+        local, gathered = (
+            ranks.run(pool, transfer, rates, num_blocks=8, width=32) for transfer in ("rank-local", "allgather")
+        )
+    for found in (local, gathered):
+        ratios = [step.ratio for step in found.steps]
+        assert all(0.99 <= ratio <= 1.1 for ratio in ratios), ratios
+        assert found.computes == pytest.approx([8 * rate.compute for rate in rates], rel=0.01)
+    assert gathered.host_bytes == pytest.approx(local.host_bytes / 2, rel=0.02)
+    assert gathered.link_bytes == pytest.approx(local.link_bytes / 2, rel=0.02)
+    assert (local.fabric_bytes, gathered.fabric_bytes) == (0, pytest.approx(gathered.link_bytes, rel=0.02))
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_the_tables_of_ranks_run() -> None:
+    own, shared, notes = ranks.tables((1, 2), num_blocks=6, width=16)
+    for table in (own, shared):
+        title, _, _, *rows = table.splitlines()
+        assert title.startswith("modelled step / compute (ideal)") and "6 blocks of 0.7 GB" in title
+        assert [row.split("  ")[0] for row in rows] == [
+            "1, rank-local",
+            "2, rank-local",
+            "2, allgather, NVLink-like 50 GB/s",
+            "2, allgather, PCIe-like 12 GB/s",
+        ]
+    assert "(4.00)" in shared and "(4.00)" not in own and "grows with N" in notes
+
+
 def test_tables_line_up() -> None:
     text = format_table("title", ["a", "bb"], [["long name", "1"], ["x", "22.0"]])
     assert text.splitlines() == ["title", "a            bb", "---------  ----", "long name     1", "x          22.0"]
@@ -131,7 +177,7 @@ def test_the_measured_table_runs(sim: ModuleType) -> None:
 
 
 def test_an_unknown_table_is_refused() -> None:
-    with pytest.raises(SystemExit, match="modelled, calls, real"):
+    with pytest.raises(SystemExit, match="modelled, calls, ranks, real, staging"):
         tables.main(["reel"])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -26,7 +26,6 @@ from diffusers_omni_offload.weights.master import Master
 from diffusers_omni_offload.weights.sharded import ShardedMaster, Sharding, changed_message
 
 _ALONE = WeightGroup("none", (0,), 0)
-_AGREEMENT = "layers"
 
 
 class DistributedLayerwiseBackend(PlanBackend):
@@ -65,7 +64,7 @@ class DistributedLayerwiseBackend(PlanBackend):
         if group.size == 1:
             super().install(plan, undo)
             return
-        agreement = Agreement(group, _AGREEMENT)
+        agreement = Agreement(group, "layers")
         try:
             agreement.require_equal(_topology(plan, self.config), "what they offload")
             undo.callback(self._leave)
@@ -100,9 +99,9 @@ class DistributedLayerwiseBackend(PlanBackend):
             RuntimeError: a collective has failed, so that the weights can't be brought together any more. The hooks are
                 gone and the memory is given back; the streamed weights are lost.
         """
-        if self._gather is not None and self._gather.error is not None:
+        if self._agreement is not None and self._gather is not None and self._gather.error is not None:
             error = self._gather.error
-            self._tell(error)
+            self._agreement.fail(error, again=True)
             super().tear_down()
             raise RuntimeError(
                 f"Offload was disabled, but the weights that the ranks held together are lost: {error}"
@@ -172,6 +171,7 @@ class DistributedLayerwiseBackend(PlanBackend):
         """
         if self._agreement is None or self.scope.is_open:
             return
+        self._refuse_gathered()
         self._require_unbroken()
         try:
             self._refuse_caches()
@@ -181,13 +181,21 @@ class DistributedLayerwiseBackend(PlanBackend):
             raise
         agree_on_wave(self._agreement, facts, f"the call of {name}")
 
+    def opened(self, prepare: Callable[[], None] | None = None) -> AbstractContextManager[None]:
+        """See `PlanBackend.opened`. Inside of `gather` there is no call to be in; components that run are refused."""
+        return nullcontext() if self.is_gathered else super().opened(prepare)
+
     def audit(self) -> bool:
+        self._refuse_gathered()
+        return super().audit()
+
+    def _refuse_gathered(self) -> None:
         if self.is_gathered:
             raise RuntimeError(
-                "A component ran inside of `with pipe.omni_offload.gather():`. There the weights are in host memory, "
-                "to be read and changed; run it after the body."
+                "A component ran inside of `with pipe.omni_offload.gather():`, or after a body whose changes the ranks "
+                "couldn't agree on. There the weights are in host memory, to be read and changed; run it after the "
+                "body, or enter gather() once more and make them the same."
             )
-        return super().audit()
 
     def merging(self) -> AbstractContextManager[None]:
         """See `PlanBackend.merging`.
@@ -317,14 +325,10 @@ class DistributedLayerwiseBackend(PlanBackend):
     def _require_unbroken(self) -> None:
         """Raises RuntimeError, here and in the others' next exchange, if a collective has failed: no rank waits for one
         that can't go on."""
-        assert self._gather is not None
+        assert self._agreement is not None and self._gather is not None
         if self._gather.error is not None:
-            self._tell(self._gather.error)
+            self._agreement.fail(self._gather.error, again=True)
             raise RuntimeError(str(self._gather.error)) from self._gather.error
-
-    def _tell(self, error: BaseException) -> None:
-        """Let the others' next exchange fail, whatever they were told before."""
-        Agreement(self.group, _AGREEMENT).fail(error)
 
 
 class _ShardedMaking:

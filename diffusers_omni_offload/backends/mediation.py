@@ -91,6 +91,7 @@ class Mediation:
     def _apply(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         device = self._destination(function)
         if device is None:
+            self._try_on_withheld(function)
             return self._original_apply(function, recurse)
         if device not in (self._device, torch.device("cpu")):
             raise ValueError(
@@ -100,10 +101,14 @@ class Mediation:
         dtype = _cast(function)
         if dtype is None:
             return self._module
+        self._try_on_withheld(function)
+        return self._original_apply(lambda t: t.to(dtype) if t.is_floating_point() else t, recurse)
+
+    def _try_on_withheld(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Raises RuntimeError, before anything is cast, that says how to have a weight here whose bytes it needs."""
         for tensor in (*self._module.parameters(), *self._module.buffers()):
             if is_withheld(tensor):
-                function(tensor)  # It raises, before anything is cast, and says how to have the tensor here.
-        return self._original_apply(lambda t: t.to(dtype) if t.is_floating_point() else t, recurse)
+                function(tensor)
 
     def _destination(self, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.device | None:
         """Where `function` moves tensors to; None if it leaves each where it is."""

@@ -1,6 +1,6 @@
-"""`make bench`: modelled times of steps and calls, and real times of this machine's CPU.
+"""`make bench`: modelled times of steps, calls and ranks, and real times of this machine's CPU.
 
-python -m tests.benchmarks [modelled] [calls] [real]
+python -m tests.benchmarks [modelled] [calls] [ranks] [real] [staging]
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import transformers.utils.logging
 
 from diffusers_omni_offload.messages import format_bytes
 from tests import simdevice
-from tests.benchmarks import calls, real, steps
+from tests.benchmarks import calls, ranks, real, staging, steps
 from tests.benchmarks.tables import format_table
 
 RESULTS = Path(__file__).parent / "results"
@@ -82,13 +82,24 @@ def measured() -> Iterator[str]:
     yield format_table(f"real, CPU host only: 26 leaves a block, torch {torch.__version__}", ["what", "time"], rows)
 
 
+def staged() -> Iterator[str]:
+    """What reading a checkpoint takes this machine's CPU."""
+    yield staging.table()
+
+
 def main(wanted: list[str]) -> None:
     """Print the tables and keep them in `results/`.
 
     Raises:
         SystemExit: a word in `wanted` names no table.
     """
-    tables = {"modelled": modelled, "calls": whole_calls, "real": measured}
+    tables = {
+        "modelled": modelled,
+        "calls": whole_calls,
+        "ranks": ranks.tables,
+        "real": measured,
+        "staging": staged,
+    }
     if not set(wanted) <= set(tables):
         raise SystemExit(f"Tables are {', '.join(tables)}; got {' '.join(wanted)}.")
     torch.set_num_threads(1)

@@ -63,7 +63,7 @@ class Bench:
         pipe = self._pipe()
         self.block_bytes = [block_nbytes(block) for block in pipe.transformer.blocks()]
         pipe.to(self.device)
-        self.compute = self._steady_step(pipe)
+        self.compute = steady_step(pipe, self.device)
 
     def configure(self) -> None:
         """Set the modelled rates; the plugin resets them before every test."""
@@ -94,7 +94,7 @@ class Bench:
         (stack,) = handle.plan.stacks
         assert len(stack.resident) == count
         with handle.call():
-            seconds = self._steady_step(pipe)
+            seconds = steady_step(pipe, self.device)
         simdevice.check()
         handle.disable()
         return Step(seconds, self.ideal(list(stack.streamed)))
@@ -112,7 +112,7 @@ class Bench:
                 use_stream=True,
                 record_stream=True,
             )
-            return Step(self._steady_step(pipe), self.ideal())
+            return Step(steady_step(pipe, self.device), self.ideal())
 
     def model_offload(self, steps: int = 8) -> Step:
         """accelerate's offload of whole models: the time of a call with `steps` steps, by steps.
@@ -132,22 +132,23 @@ class Bench:
     def _pipe(self) -> StackPipeline:
         return build(self.family, self.num_blocks, width=self.width)
 
-    def _steady_step(self, pipe: StackPipeline) -> float:
-        """Modelled seconds between the ends of forwards, which the host issues without waiting."""
-        x, context = pipe.inputs(8, self.device)
-        with torch.no_grad():
-            for _ in range(WARM):
-                pipe.transformer(x, context)
-            begin = simdevice.stream_time(torch.accelerator.current_stream())
-            for _ in range(MEASURED):
-                pipe.transformer(x, context)
-            end = simdevice.stream_time(torch.accelerator.current_stream())
-        torch.accelerator.synchronize()
-        return (end - begin) / MEASURED
-
     def _now(self) -> float:
         torch.accelerator.synchronize()
         return simdevice.stats()["host_ns"] / 1e9
+
+
+def steady_step(pipe: StackPipeline, device: torch.device, warm: int = WARM, measured: int = MEASURED) -> float:
+    """Modelled seconds between the ends of forwards, which the host issues without waiting."""
+    x, context = pipe.inputs(8, device)
+    with torch.no_grad():
+        for _ in range(warm):
+            pipe.transformer(x, context)
+        begin = simdevice.stream_time(torch.accelerator.current_stream())
+        for _ in range(measured):
+            pipe.transformer(x, context)
+        end = simdevice.stream_time(torch.accelerator.current_stream())
+    torch.accelerator.synchronize()
+    return (end - begin) / measured
 
 
 @contextmanager
