@@ -236,7 +236,7 @@ def test_what_torch_does_without_asking_gives_no_bytes(kind: str) -> None:
 def test_the_first_withheld_tensor_of_many_is_named(kind: str) -> None:
     subject, second = Subject(kind), KINDS[kind]()
     withhold(second, "The second isn't, either.")
-    with pytest.raises(RuntimeError, match="isn't here. Look"):
+    with pytest.raises(RuntimeError, match=r"isn't here\. Look"):
         torch.cat([subject.other, subject.weight, second])
     with pytest.raises(RuntimeError, match="The second isn't, either"):
         torch.add(subject.other, subject.other, out=second)

@@ -61,7 +61,8 @@ class MappedMaster(Master):
         return bool(self._withheld)
 
     def is_current(self) -> bool:
-        return super().is_current() and not self._edited()
+        # A leaf that the modules don't hold any more may have been edited, too, and come back some day.
+        return super().is_current() and self._edited().isdisjoint(map(id, self.tensors))
 
     def read_into(self, target: torch.Tensor, start: int = 0) -> None:
         """Read bytes [start, start + target.numel()) of the packed block into a uint8 CPU tensor; see `BlockSource`."""
@@ -135,9 +136,8 @@ class MappedMaster(Master):
         Raises:
             CheckpointError: a file can't be read or was changed.
         """
-        for tensor in self._withheld:
-            give_back(tensor, self._origins[id(tensor)][1].read())
         if self._withheld:
+            self._read_withheld()
             self.pack()
 
     def release(self) -> None:
@@ -147,10 +147,7 @@ class MappedMaster(Master):
             CheckpointError: a file can't be read or was changed.
         """
         self._bindings.clear()
-        while self._withheld:
-            tensor = self._withheld[-1]
-            give_back(tensor, self._origins[id(tensor)][1].read())
-            self._withheld.pop()
+        self._read_withheld()
 
     def holds(self, tensor: torch.Tensor) -> bool:
         if is_withheld(tensor):
@@ -158,10 +155,16 @@ class MappedMaster(Master):
         pointer = tensor.data_ptr()
         return any(view.data_ptr() <= pointer < view.data_ptr() + max(view.nbytes, 1) for _, view in self._at_rest)
 
+    def _read_withheld(self) -> None:
+        while self._withheld:
+            tensor = self._withheld[-1]
+            give_back(tensor, self._origins[id(tensor)][1].read())
+            self._withheld.pop()
+
     def _is_from_file(self, tensor: torch.Tensor, edited: frozenset[int]) -> bool:
         if id(tensor) not in self._origins or id(tensor) in edited:
             return False
-        if is_withheld(tensor) or not self._views:
+        if is_withheld(tensor) or self._snapshot is None:
             return True
         view = self._views.get(id(tensor))
         return view is not None and _is_the_same(tensor, view)
@@ -170,6 +173,7 @@ class MappedMaster(Master):
         """The leaf's data at rest, of the mapped file; None if it is withheld."""
         tensor = leaf.tensor
         if is_withheld(tensor):
+            withhold(tensor, _why_withheld(leaf.path))  # Whoever withheld it may have said something else.
             return None
         view = self._views.get(id(tensor))
         if view is None:
