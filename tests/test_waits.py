@@ -25,7 +25,7 @@ from diffusers_omni_offload.streaming.transport import HostToDevice
 from diffusers_omni_offload.weights.leaves import find_leaves
 from diffusers_omni_offload.weights.packed import PackedMaster
 from diffusers_omni_offload.weights.pinning import PinnedBudget
-from tests import page_cache_waits, simdevice, staged_waits, tiny, waits
+from tests import gathered_waits, page_cache_waits, simdevice, staged_waits, tiny, waits
 from tests.waits import Site
 
 STREAMER = "diffusers_omni_offload/streaming/streamer.py"
@@ -291,6 +291,7 @@ SCENARIOS: dict[Site, Callable[[], None]] = {
     Site(TRANSPORT, "HostToDevice.load", 1, "with copies:"): copies_overlap_with_compute,
     Site(TRANSPORT, "HostToDevice.load", 2, "slot.ready.record(copies)"): transfer_is_slow,
     **staged_waits.SCENARIOS,
+    **gathered_waits.SCENARIOS,
     **page_cache_waits.SCENARIOS,
 }
 

@@ -7,6 +7,7 @@ import importlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from inspect import unwrap
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -105,7 +106,7 @@ def _compile(definition: ast.FunctionDef, module: ModuleType) -> Callable[..., A
     namespace: dict[str, Any] = {}
     exec(compile(body, f"<mutant of {module.__name__}>", "exec", flags=_COMPILER_FLAGS), vars(module), namespace)
     function = namespace[definition.name]
-    assert not isinstance(function, FunctionType) or function.__globals__ is vars(module)
+    assert not isinstance(function, FunctionType) or unwrap(function).__globals__ is vars(module)
     return function
 
 
