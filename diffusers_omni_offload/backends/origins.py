@@ -115,6 +115,8 @@ class Origins:
 def _is_unchanged(leaf: Leaf, source: LeafSource) -> bool:
     if not is_plain(leaf):
         return False
+    # It may be a view of the file, and reading one of a file that was cut short ends the process.
+    source.require_unchanged()
     tensor = leaf.tensor
     return same_bytes(tensor.detach() if tensor.device.type == "cpu" else tensor.detach().to("cpu"), source)
 
