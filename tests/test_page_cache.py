@@ -233,9 +233,12 @@ def test_release_unlocks_and_unmaps_and_it_starts_anew(sim_device: torch.device,
     cached = Cached(sim_device)
     for _ in range(2):
         assert cached.straight() == [0, 1, 2] and is_mapped_shared(cached.paths[0])
+        kept = cached.transport._pages
         cached.transport.release()
         torch.accelerator.synchronize()
-        assert pinned(sim) == before and not is_mapped_shared(cached.paths[0])
+        assert kept and pinned(sim) == before
+        del kept
+        assert not is_mapped_shared(cached.paths[0])
         assert cached.transport.locked_bytes == 0
 
 
@@ -275,8 +278,11 @@ def test_an_interrupt_half_way_leaves_nothing_locked(
         register(self, pointer, nbytes)
 
     monkeypatch.setattr(Platform, "register_file", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as caught:
         cached.run(cached.masters[0])
+    # Whoever keeps the error has its frames.
+    assert caught.tb is not None and pinned(sim) == before
+    del caught
     assert pinned(sim) == before and not any(is_mapped_shared(path) for path in cached.paths)
     cached.run_all()
     assert cached.straight() == [0, 1, 2, 3]
