@@ -142,6 +142,56 @@ def test_an_empty_call_teaches_nothing() -> None:
     assert order.upcoming(2, 2, ()) == [0]
 
 
+def test_what_was_learned_can_be_forgotten() -> None:
+    """As ranks do after a call that failed on one of them: they may have seen different parts of it."""
+    order, fresh = order_of(4, 2), order_of(4, 2)
+    for _ in range(2):
+        order.begin()
+        feed(order, [0, 2, 0, 2, 5, 4])
+        order.end()
+    order.begin()
+    order.note(0)
+    assert order.upcoming(0, 1, ()) == [2]
+    order.unlearn()
+    order.begin()
+    for block in (0, 3, 4, 5):
+        order.note(block)
+        fresh.note(block)
+        # Neither successors nor the length of the last call.
+        assert order.upcoming(block, 9, ()) == fresh.upcoming(block, 9, ()) != []
+    assert vars(order) == vars(fresh)
+
+
+def test_a_deviation_that_was_forgotten_has_to_be_seen_twice_again() -> None:
+    order = order_of(4)
+    feed(order, [0, 2])
+    order.unlearn()
+    order.begin()
+    feed(order, [0, 2, 0])
+    assert order.upcoming(0, 1, ()) == [1]
+    feed(order, [2, 0])
+    assert order.upcoming(0, 1, ()) == [2]
+
+
+def test_ranks_that_forgot_learn_the_same_from_then_on() -> None:
+    """Whatever they have seen before."""
+    first, second = order_of(5), order_of(5)
+    feed(first, [0, 2, 4, 0, 2, 4, 0])
+    feed(second, [0, 1])
+    for order in (first, second):
+        order.end()
+        order.unlearn()
+    for call in ([0, 3, 1, 4], [0, 3, 1, 4], [0, 2, 0, 2, 0], [0, 1, 2, 3, 4]):
+        for order in (first, second):
+            order.begin()
+        for block in call:
+            feed(first, [block])
+            feed(second, [block])
+            assert first.upcoming(block, 3, {2}) == second.upcoming(block, 3, {2})
+        for order in (first, second):
+            order.end()
+
+
 # ---------------------------------------------------------------------- slots
 
 
