@@ -188,7 +188,7 @@ def _why_not(path: str, component: nn.Module, facts: ParallelFacts) -> str | Non
         degree = len(sharing) or facts.tensor
         return (
             f"tensor parallel{f' of {degree}' if degree > 1 else ''} gives each rank other parts of its weights, so "
-            f"the ranks' shards don't make up a block. {rank_local}, or leave tensor parallel out."
+            "the ranks' shards don't make up a block. Leave one of the two out."
         )
     quantizer = getattr(component, "hf_quantizer", None)
     if quantizer is not None and not getattr(quantizer, "pre_quantized", True):

@@ -10,6 +10,7 @@ import torch
 
 from diffusers_omni_offload.advice import what_fits
 from diffusers_omni_offload.backends import DelegatedBackend, PlanBackend, get_offload_backend, is_delegated, preflight
+from diffusers_omni_offload.backends.distributed import tell_other_ranks
 from diffusers_omni_offload.composition import composed_class, stock_class
 from diffusers_omni_offload.config import OffloadConfig, OffloadStrategy
 from diffusers_omni_offload.handle import HANDLE_ATTRIBUTE, OffloadHandle, omni_offload
@@ -88,22 +89,14 @@ def enable_from_config(
     handle = omni_offload(pipe)
     if handle is not None and handle.config == config and handle.backend.device == where:
         return handle
-    if getattr(pipe, "hf_device_map", None):
-        raise RuntimeError(
-            "This pipeline was loaded with a device_map, which places its components for good. "
-            "Call pipe.reset_device_map() first, or load it without device_map."
-        )
-    plan = _resolve(pipe, config)
-    own = None if handle is None else handle.backend
-    disable_orphans((module for _, module in iterate_modules(pipe)), besides=own)
-    other = offloading_owner(plan, besides=own)
-    if other is None and own is not None and users(own, besides=handle):
-        other = own
+    try:
+        plan, other = _checked(pipe, config, where, handle)
+    except BaseException as error:
+        tell_other_ranks(config, dict(iterate_modules(pipe)), error)
+        raise
     if other is not None:
-        require_same(other, config, where, plan)
         return _join(pipe, config, plan, other)
     if handle is None:
-        _require_fit(pipe, config, plan, where)
         return _enable(pipe, config, plan, where)
     return _reconfigure(pipe, handle, config, plan, where)
 
@@ -137,6 +130,29 @@ def disable_omni_offload(pipe: Any) -> None:
 
 
 # ---------------------------------------------------------------------- enabling
+
+
+def _checked(
+    pipe: Any, config: OffloadConfig, device: torch.device, handle: OffloadHandle | None
+) -> tuple[ResolvedPlan, PlanBackend | None]:
+    """The plan, and the backend of another pipeline that carries it out already, if there is one. What can't be done
+    raises here, with nothing touched."""
+    if getattr(pipe, "hf_device_map", None):
+        raise RuntimeError(
+            "This pipeline was loaded with a device_map, which places its components for good. "
+            "Call pipe.reset_device_map() first, or load it without device_map."
+        )
+    plan = _resolve(pipe, config)
+    own = None if handle is None else handle.backend
+    disable_orphans((module for _, module in iterate_modules(pipe)), besides=own)
+    other = offloading_owner(plan, besides=own)
+    if other is None and own is not None and users(own, besides=handle):
+        other = own
+    if other is not None:
+        require_same(other, config, device, plan)
+    else:
+        _require_fit(pipe, config, plan, device, handle)
+    return plan, other
 
 
 def _resolve(pipe: Any, config: OffloadConfig) -> ResolvedPlan:
@@ -180,7 +196,6 @@ def _reconfigure(
     pipe: Any, handle: OffloadHandle, config: OffloadConfig, plan: ResolvedPlan, device: torch.device
 ) -> OffloadHandle:
     """Change the configuration of an offloaded pipeline; if that fails, the old one is put back."""
-    _require_fit(pipe, config, plan, device, handle)
     handle.backend.scope.require_closed("changed")
     old_plan, old_device = handle.plan, handle.backend.device
     try:
@@ -193,7 +208,7 @@ def _reconfigure(
 
 
 def _require_fit(
-    pipe: Any, config: OffloadConfig, plan: ResolvedPlan, device: torch.device, handle: OffloadHandle | None = None
+    pipe: Any, config: OffloadConfig, plan: ResolvedPlan, device: torch.device, handle: OffloadHandle | None
 ) -> None:
     def advise(available: int) -> str:
         return what_fits(lambda other: _resolve(pipe, other), config, device, available)

@@ -55,11 +55,6 @@ number of ranks."""
 
 FAST = {(place, "wan", way) for place in ("sim 2", "cpu 2") for way in ("checkpoint", "allgather")}
 
-TO_BE_MENDED: dict[tuple[str, str], str] = {
-    ("minimax_h3_spec", "allgather of encoders"): "an encoder that moves itself can't while its weights are shares",
-}
-"""What is known to fail, and why."""
-
 
 def matrix() -> Iterator[Any]:
     for place, pipelines in PLACES.items():
@@ -67,8 +62,6 @@ def matrix() -> Iterator[Any]:
             for way in ways:
                 if can_go(name, way):
                     marks = [] if (place, name, way) in FAST else [pytest.mark.slow]
-                    if (name, way) in TO_BE_MENDED:
-                        marks.append(pytest.mark.xfail(reason=TO_BE_MENDED[name, way], strict=True))
                     yield pytest.param(place, name, way, marks=marks)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 from torch import nn
 
-from diffusers_omni_offload.agreement import Agreement, RanksDisagree
+from diffusers_omni_offload.agreement import Agreement, AgreementError, RanksDisagree
 from diffusers_omni_offload.backends.making import LocalMaking
 from diffusers_omni_offload.backends.masters import Find, Making, Unit
 from diffusers_omni_offload.backends.plan_backend import PlanBackend
@@ -26,6 +26,7 @@ from diffusers_omni_offload.weights.master import Master
 from diffusers_omni_offload.weights.sharded import ShardedMaster, Sharding, changed_message
 
 _ALONE = WeightGroup("none", (0,), 0)
+_AGREEMENT = "layers"
 
 
 class DistributedLayerwiseBackend(PlanBackend):
@@ -64,7 +65,7 @@ class DistributedLayerwiseBackend(PlanBackend):
         if group.size == 1:
             super().install(plan, undo)
             return
-        agreement = Agreement(group, "layers")
+        agreement = Agreement(group, _AGREEMENT)
         try:
             agreement.require_equal(_topology(plan, self.config), "what they offload")
             undo.callback(self._leave)
@@ -329,6 +330,14 @@ class DistributedLayerwiseBackend(PlanBackend):
         if self._gather.error is not None:
             self._agreement.fail(self._gather.error, again=True)
             raise RuntimeError(str(self._gather.error)) from self._gather.error
+
+
+def tell_other_ranks(config: OffloadConfig, components: Mapping[str, nn.Module], error: BaseException) -> None:
+    """This rank can't enable what the others are about to enable with it: they hear of it at once. Never raises."""
+    if not config.uses_allgather:
+        return
+    with suppress(AgreementError, ValueError):
+        Agreement(weight_group(config, components), _AGREEMENT).fail(error)
 
 
 class _ShardedMaking:

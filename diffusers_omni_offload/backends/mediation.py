@@ -57,8 +57,7 @@ class Mediation:
         self._module, self._path, self._device = module, path, device
         self._original_apply = module._apply
         self._ours: dict[str, Any] = {"enable_group_offload": self._refuse_group_offload}
-        if not moves_itself:
-            self._ours["_apply"] = self._apply
+        self._ours["_apply"] = self._apply_around_withheld if moves_itself else self._apply
         for name in MERGING_METHODS:
             if hasattr(type(module), name):
                 self._ours[name] = _within(merging, getattr(module, name))
@@ -110,6 +109,25 @@ class Mediation:
             if is_withheld(tensor):
                 function(tensor)
 
+    def _apply_around_withheld(
+        self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> nn.Module:
+        """Moves pass, and leave out what isn't here to be moved; casts of that raise."""
+        hollow = [
+            module
+            for module in self._module.modules()
+            if any(map(is_withheld, (*module._parameters.values(), *module._buffers.values())))
+        ]
+        if not hollow or _cast(function) is not None:
+            return self._original_apply(function, recurse)
+        for module in hollow:
+            vars(module)["_apply"] = functools.partial(_leave_alone, module)
+        try:
+            return self._original_apply(function, recurse)
+        finally:
+            for module in hollow:
+                vars(module).pop("_apply", None)
+
     def _destination(self, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.device | None:
         """Where `function` moves tensors to; None if it leaves each where it is."""
         for home in (torch.device("cpu"), self._device):
@@ -132,6 +150,14 @@ def _within(merging: Callable[[], AbstractContextManager[None]], method: Callabl
             return method(*args, **kwargs)
 
     return within
+
+
+def _leave_alone(
+    module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+) -> nn.Module:
+    for child in module.children():
+        child._apply(function)
+    return module
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from diffusers_omni_offload.messages import format_bytes, logger
 from diffusers_omni_offload.streaming.stages import PackedStage, Stages
 from diffusers_omni_offload.streaming.streamer import Streamer
 from diffusers_omni_offload.topology.plan import ResolvedPlan
+from diffusers_omni_offload.weights.mapped import MappedMaster
 from diffusers_omni_offload.weights.master import Master
 from diffusers_omni_offload.weights.pinning import PinnedBudget
 
@@ -37,7 +38,8 @@ def warn_of_plain_tensors(plan: ResolvedPlan) -> None:
 
 
 def warn_of_pageable(masters: Sequence[Master], budget: PinnedBudget) -> None:
-    """Say how much could not be pinned, why, and what that costs."""
+    """Say how much could not be pinned, why, and what that costs. What is in files isn't meant to be: it is staged."""
+    masters = [master for master in masters if not isinstance(master, MappedMaster)]
     pageable = sum(master.host_nbytes for master in masters if not master.is_pinned)
     if pageable:
         logger.warning(

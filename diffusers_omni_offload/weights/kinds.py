@@ -40,7 +40,7 @@ _EXTRAS_OF_MODULES: dict[str, tuple[str, ...]] = {
 
 #: Class of a weight -> why it can't be taken apart, whatever it says of itself.
 _REFUSED_TYPES = {
-    "DTensor": "belongs to several processes. Load this component whole",
+    "DTensor": "belongs to several processes. Load this component whole, or leave it to FSDP and its CPUOffloadPolicy",
     "UninitializedParameter": "has no shape yet. Run the model once before",
     "UninitializedBuffer": "has no shape yet. Run the model once before",
 }
