@@ -48,6 +48,7 @@ class DistributedLayerwiseBackend(PlanBackend):
     _agreement: Agreement | None = None
     _gather: Gather | None = None
     _facts = ParallelFacts()
+    _gathers = 0
     _shared_out: frozenset[nn.Module] = frozenset()
 
     # ------------------------------------------------------------------ lifecycle
@@ -232,11 +233,14 @@ class DistributedLayerwiseBackend(PlanBackend):
         with self.scope.exclusive("gathered"):
             self._bring_back("gather()", self._committed())
             self.is_gathered = True
+        self._gathers += 1
         try:
             yield
         finally:
-            with self.scope.exclusive("divided"), on_device(self.device):
-                self._divide()
+            self._gathers -= 1
+            if not self._gathers:
+                with self.scope.exclusive("divided"), on_device(self.device):
+                    self._divide()
 
     def remove_component(self, module: nn.Module) -> None:
         inside = set(module.modules())

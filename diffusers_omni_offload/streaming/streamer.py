@@ -190,8 +190,7 @@ class Streamer:
     @contextmanager
     def held(self, block: int) -> Iterator[torch.Tensor]:
         """Between calls: the bytes of a block, packed, on the device and for the body only."""
-        if not self.slots.slots:
-            self.require_slots()
+        self.require_slots()  # Blocks may have grown since the last call.
         slot = self.slots.victim(())
         assert slot is not None
         self._load(block, self.masters[block], slot)

@@ -217,8 +217,9 @@ class ShardedMaster(Master):
         return False
 
     def realize(self) -> None:
-        """Raises RuntimeError: one rank alone can't."""
-        raise RuntimeError(changed_message(self.path))
+        """Raises RuntimeError if only a share is here: one rank alone can't."""
+        if self.is_committed:
+            raise RuntimeError(changed_message(self.path))
 
     def release(self) -> None:
         """Unlock the share. Leaves that weren't restored stay withheld, and are lost."""
