@@ -355,7 +355,7 @@ def plain_weights(pipe: Any) -> dict[str, torch.Tensor]:
     return {path: tensor for path, tensor in weights(pipe).items() if type(tensor) in (torch.Tensor, nn.Parameter)}
 
 
-@pytest.mark.parametrize("what", fast_ones(REFUSED, "tensor parallel", "encoder"))
+@pytest.mark.parametrize("what", fast_ones(REFUSED, "encoder"))
 def test_what_cannot_be_combined_is_refused_before_anything_moves(what: str, pool: RankPool) -> None:
     for refused, *left in answers(pool.run(enabling_what_cannot_be, pool.device, what)):
         assert refused.kind in ("ValueError", "TypeError") and refused.seconds < BOUND, refused
