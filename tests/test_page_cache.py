@@ -7,18 +7,16 @@ import logging
 import mmap
 import os
 import weakref
-from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 import diffusers_omni_offload
-from diffusers_omni_offload import platform as platform_module
 from diffusers_omni_offload.loading import load_omni_pipeline
-from diffusers_omni_offload.platform import CpuPlatform, Platform
+from diffusers_omni_offload.platform import Platform
 from diffusers_omni_offload.streaming import page_cache
 from diffusers_omni_offload.streaming.page_cache import FromPageCache
 from diffusers_omni_offload.weights.checkpoint import CheckpointError
@@ -376,47 +374,3 @@ def test_without_a_limit_nothing_is_locked(sim_device: torch.device, wan: Path) 
     pipe = load_omni_pipeline(type(tiny.build_wan()[0]), wan)
     handle = diffusers_omni_offload.enable_omni_offload(pipe, "layer")
     assert not any(isinstance(transport, FromPageCache) for transport in handle.backend.streamer.transports)
-
-
-# ---------------------------------------------------------------------- the platform
-
-
-class Runtime:
-    """What the CUDA runtime is asked for.
-
-    Attributes:
-        result: what it answers.
-        asked: flags of what was registered.
-    """
-
-    def __init__(self, result: int) -> None:
-        self.result, self.asked = result, []
-
-    def cudaHostRegister(self, pointer: int, nbytes: int, flags: int) -> int:
-        self.asked.append((pointer, nbytes, flags))
-        return self.result
-
-    def cudaHostUnregister(self, pointer: int) -> int:
-        self.asked.append(pointer)
-        return 0
-
-
-@pytest.mark.parametrize("result", [0, 801])
-def test_cuda_is_asked_for_memory_to_be_read_only(monkeypatch: pytest.MonkeyPatch, result: int) -> None:
-    runtime, forgotten = Runtime(result), []
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    names = {"cudaGetLastError": lambda: forgotten.append(1)}
-    monkeypatch.setattr(platform_module.ctypes, "CDLL", lambda name: SimpleNamespace(**names))
-    platform = Platform(torch.device("cuda", 0))
-    why = platform.why_no_files(4096)
-    assert runtime.asked[0] == (4096, mmap.PAGESIZE, 8)
-    if result:
-        assert why is not None and "error 801" in why and runtime.asked[1:] == []
-        assert forgotten, "the next kernel launch would report the error as its own"
-    else:
-        assert why is None and runtime.asked[1:] == [4096] and not forgotten
-
-
-def test_events_of_the_cpu_can_be_waited_for() -> None:
-    CpuPlatform(torch.device("cpu")).event().synchronize()
