@@ -264,5 +264,6 @@ def _classes_within(component: nn.Module) -> Iterator[type]:
 
 def _is_dtensor(tensor: Any) -> bool:
     if is_withheld(tensor):
-        return False  # Its bytes can't be asked for, and none of those that are sharded by others is withheld.
-    return type(tensor).__name__ == "DTensor" or type(getattr(tensor, "data", None)).__name__ == "DTensor"
+        return False
+    # Wrappers, whose parts may be withheld, can't be asked for their data.
+    return type(tensor.data if type(tensor) is nn.Parameter else tensor).__name__ == "DTensor"

@@ -119,6 +119,8 @@ def disable_omni_offload(pipe: Any) -> None:
     backend = handle.backend
     others = users(backend, besides=handle)
     with backend.scope.exclusive("disabled"):
+        if not others:
+            backend.bring_home()
         _detach(pipe)
         if not others:
             backend.tear_down()

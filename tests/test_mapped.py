@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from diffusers import WanPipeline
 from safetensors.torch import save_file
 from torch import nn
 
@@ -22,6 +23,7 @@ from diffusers_omni_offload.weights.leaves import find_leaves
 from diffusers_omni_offload.weights.mapped import MappedMaster
 from diffusers_omni_offload.weights.proof import prove, stored_weights
 from diffusers_omni_offload.weights.withheld import is_withheld, withhold
+from tests import tiny
 from tests.operations.families import QWEN_IMAGE
 from tests.operations.subject import Subject
 from tests.tiny.toy import ToyBlock
@@ -130,7 +132,7 @@ def mapped(tmp_path: Path) -> Mapped:
 def test_at_rest_the_leaves_are_views_of_the_file(mapped: Mapped) -> None:
     mapped.check()
     assert mapped.own == {"scale"}, "the buffer that no file has"
-    assert mapped.master.host_nbytes == HIDDEN * 4 and not mapped.master.is_pinned and not mapped.master.has_withheld
+    assert mapped.master.host_nbytes == HIDDEN * 4 and not mapped.master.is_pinned and not mapped.master.withheld
     for path, tensor in stored_weights(mapped.block).items():
         assert mapped.is_in_file(tensor), path
         assert mapped.master.holds(tensor) and not mapped.master.holds(tensor.clone())
@@ -403,12 +405,12 @@ def test_casts_are_withheld_until_they_are_realized(tmp_path: Path, mixed: bool)
     mapped = casting(tmp_path, mixed=mixed)
     weight = mapped.block.expand.weight
     mapped.check()
-    assert mapped.master.has_withheld and is_withheld(weight)
+    assert mapped.master.withheld and is_withheld(weight)
     assert is_withheld(mapped.block.contract.weight) != mixed
     with pytest.raises(RuntimeError, match=r"block\.expand\.weight isn't in memory between forwards"):
         weight.sum()
     mapped.master.realize()
-    assert not mapped.master.has_withheld and not is_withheld(weight)
+    assert not mapped.master.withheld and not is_withheld(weight)
     mapped.check()
     weight.data.mul_(2)
     mapped.twin.expand.weight.data.mul_(2)
@@ -586,3 +588,70 @@ def test_fused_lora_is_that_of_the_resident_run_bit_for_bit(
     offloaded.pipe.disable_omni_offload()
     for path, parameter in resident.pipe.transformer.named_parameters():
         assert torch.equal(parameter.cpu(), offloaded.pipe.transformer.get_parameter(path)), path
+
+
+def _large() -> nn.Module:
+    """Two leaves of many pages, and one behind them."""
+    block = nn.Module()
+    torch.manual_seed(0)
+    for name in ("first", "second", "last"):
+        setattr(block, name, nn.Parameter(torch.randn(64, 1024), requires_grad=False))
+    return block
+
+
+def _swap(block: Any) -> None:
+    block.first.data.mul_(2)
+    block.second.data.mul_(3)
+    block.first.data, block.second.data = block.second.data, block.first.data
+
+
+def _tie(block: Any) -> None:
+    block.first.data.mul_(2)
+    block.second.data = block.first.data
+
+
+@pytest.mark.parametrize("edit", [_swap, _tie])
+def test_edited_pages_that_another_leaf_looks_at_stay(edit: Callable[[Any], None], tmp_path: Path) -> None:
+    mapped = Mapped(tmp_path, block=_large(), twin=_large())
+    edit(mapped.block)
+    edit(mapped.twin)
+    mapped.master.pack()
+    buffer = torch.empty(mapped.master.nbytes, dtype=torch.uint8)
+    mapped.master.read_into(buffer)
+    for tensor, view in mapped.master.views_on(buffer):
+        name = next(name for name, weight in mapped.block.named_parameters() if weight is tensor)
+        expected = mapped.twin.get_parameter(name)
+        assert torch.equal(tensor, expected) and torch.equal(view, expected), name
+
+
+def test_edited_pages_that_an_alias_looks_at_stay(tmp_path: Path) -> None:
+    mapped = Mapped(tmp_path, block=_large(), twin=_large())
+    weight: Any = mapped.block.first
+    alias, before = weight.detach(), weight.clone()
+    weight.data.mul_(2)
+    mapped.master.pack()
+    assert torch.equal(alias, before * 2)
+
+
+def test_edited_pages_that_nobody_looks_at_are_given_back(tmp_path: Path) -> None:
+    mapped = Mapped(tmp_path, block=_large(), twin=_large())
+    weight: Any = mapped.block.first
+    (segment,) = mapped.origins[id(weight)][1].segments
+    weight.data.mul_(2)
+    inner = (segment.start + 4096, segment.nbytes - 2 * 4096)
+    assert segment.file.edited([inner]) == [True]
+    mapped.master.pack()
+    assert segment.file.edited([inner]) == [False] and torch.equal(weight, _large().first * 2)
+
+
+def test_a_cast_of_the_pipeline_that_cast_weights_refuse_casts_nothing(tmp_path: Path, device: torch.device) -> None:
+    tiny.build_wan(num_layers=3)[0].save_pretrained(tmp_path)
+    pipe = load_omni_pipeline(WanPipeline, tmp_path, dtype=torch.bfloat16)
+    handle = pipe.enable_omni_offload("layer")
+    before = {name: module.dtype for name, module in handle.modules().items()}
+    with pytest.raises(RuntimeError, match=r"transformer.*gather\(\)"):
+        pipe.to(torch.float16)
+    assert {name: module.dtype for name, module in handle.modules().items()} == before
+    with handle.gather():
+        pipe.to(torch.float16)
+    assert {module.dtype for module in handle.modules().values()} == {torch.float16}

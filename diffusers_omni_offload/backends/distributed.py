@@ -108,8 +108,17 @@ class DistributedLayerwiseBackend(PlanBackend):
             raise RuntimeError(
                 f"Offload was disabled, but the weights that the ranks held together are lost: {error}"
             ) from error
-        self._bring_back("disable_omni_offload()", self._committed())
+        self.bring_home()
         super().tear_down()
+
+    def bring_home(self) -> None:
+        """See `PlanBackend.bring_home`: all ranks have to come here, and get complete weights.
+
+        Raises:
+            AgreementError: a rank doesn't come; nothing was changed.
+        """
+        if self._gather is None or self._gather.error is None:
+            self._bring_back("disable_omni_offload()", self._committed())
 
     def _forget(self) -> None:
         super()._forget()
@@ -247,11 +256,6 @@ class DistributedLayerwiseBackend(PlanBackend):
         own = [master for block in self._shared_out & inside if (master := self.masters.of(block)) is not None]
         self._bring_back("disabling a part of it", [m for m in own if isinstance(m, ShardedMaster) and m.is_committed])
         super().remove_component(module)
-
-    def refuse_cast(self) -> None:
-        committed = self._committed()
-        if committed:
-            raise RuntimeError(changed_message(committed[0].path.rpartition(".")[0]))
 
     def _divide(self) -> None:
         """Take this rank's share of the weights as they are now."""

@@ -151,6 +151,9 @@ class PlanBackend(OffloadBackend):
             with self.scope.exclusive("disabled"):
                 self.tear_down()
 
+    def bring_home(self) -> None:
+        """Before `tear_down`, which can't be refused: have all weights on this host, where they are anyway."""
+
     def tear_down(self) -> None:
         """`disable` for a caller that keeps calls out itself."""
         with ExitStack() as steps, on_device(self.device):
@@ -329,7 +332,10 @@ class PlanBackend(OffloadBackend):
         """A call of a pipeline is about to begin; there is nobody to agree with."""
 
     def refuse_cast(self) -> None:
-        """Weights are about to be cast; RuntimeError if they can't be."""
+        """Before weights are cast: RuntimeError, which says what to do, if some can't be because they aren't here."""
+        for master in self.masters:
+            for tensor in master.withheld:
+                tensor.detach()
 
     def opened(self, prepare: Callable[[], None] | None = None) -> AbstractContextManager[None]:
         """Be inside a call for the body; `prepare` runs first if this is the outermost one."""

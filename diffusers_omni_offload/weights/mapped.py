@@ -39,6 +39,7 @@ class MappedMaster(Master):
         super().__init__(find, roots, path)
         self._origins = dict(origins)
         self._views: dict[int, torch.Tensor] = {}
+        self._left: list[tuple[torch.UntypedStorage, LeafSource]] = []
         self._ranges: dict[CheckpointFile, list[tuple[int, int, int]]] = {}
         self._source = BlockSource((), 0)
 
@@ -54,11 +55,6 @@ class MappedMaster(Master):
     @property
     def host_nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors if id(tensor) not in self._origins)
-
-    @property
-    def has_withheld(self) -> bool:
-        """Whether some leaves can't be read between forwards."""
-        return bool(self._withheld)
 
     def is_current(self) -> bool:
         # A leaf that the modules don't hold any more may have been edited, too, and come back some day.
@@ -107,6 +103,7 @@ class MappedMaster(Master):
             for file, start, size in self._origins[key][1].segments:
                 self._ranges.setdefault(file, []).append((key, start, size))
         self._watch(leaves)
+        self._give_pages_back()
 
     def take_home(self, tensor: torch.Tensor, buffer: torch.Tensor | None = None) -> bool:
         index = next((i for i, other in enumerate(self.tensors) if other is tensor), None)
@@ -192,10 +189,19 @@ class MappedMaster(Master):
             if origin is None and tensor.device.type == "cpu":
                 return tensor.data
             data = copy_with_strides(tensor.data, torch.device("cpu"))
-        if origin is not None and self._views.pop(id(tensor), None) is not None:
-            for file, start, nbytes in origin[1].segments:
-                file.forget_edits(start, nbytes)
+        view = self._views.pop(id(tensor), None)
+        if origin is not None and view is not None:
+            self._left.append((view.untyped_storage(), origin[1]))
         return data
+
+    def _give_pages_back(self) -> None:
+        """Private pages of leaves that have other data now are given back, unless somebody looks at them still: a leaf
+        that they were handed to, or an alias."""
+        for storage, source in self._left:
+            if torch._C._storage_Use_Count(storage._cdata) == 1:
+                for file, start, nbytes in source.segments:
+                    file.forget_edits(start, nbytes)
+        self._left = []
 
     def _edited(self) -> frozenset[int]:
         """`id` of the leaves of which a page was written to through its view."""

@@ -102,6 +102,11 @@ class Master(ABC):
 
     # ------------------------------------------------------------------ the same for all
 
+    @property
+    def withheld(self) -> Sequence[torch.Tensor]:
+        """The leaves that can't be read between forwards."""
+        return self._withheld
+
     def is_current(self) -> bool:
         """Whether the modules still hold these leaves, and the leaves these bytes."""
         return self._snapshot is not None and self._snapshot.is_current()
