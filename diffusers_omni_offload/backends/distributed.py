@@ -15,7 +15,14 @@ from diffusers_omni_offload.backends.making import LocalMaking
 from diffusers_omni_offload.backends.masters import Find, Making, Unit
 from diffusers_omni_offload.backends.plan_backend import PlanBackend
 from diffusers_omni_offload.config import OffloadConfig, WeightTransfer
-from diffusers_omni_offload.parallel import ParallelFacts, WeightGroup, parallel_facts, require_compatible, weight_group
+from diffusers_omni_offload.parallel import (
+    ParallelFacts,
+    WeightGroup,
+    cache_of,
+    parallel_facts,
+    require_compatible,
+    weight_group,
+)
 from diffusers_omni_offload.platform import on_device
 from diffusers_omni_offload.streaming.gather import CHUNK_NBYTES, Gather
 from diffusers_omni_offload.streaming.transport import Transport
@@ -139,7 +146,9 @@ class DistributedLayerwiseBackend(PlanBackend):
     def _refuse_caches(self) -> None:
         """A cache that was enabled since lets a rank skip blocks that the others gather."""
         assert self.plan is not None
-        require_compatible(self.config, self._facts, _gathered_components(self.plan))
+        # What else is incompatible was looked at when the weights could be; now wrappers have parts that are withheld.
+        cached = {path: it for path, it in _gathered_components(self.plan).items() if cache_of(it) is not None}
+        require_compatible(self.config, self._facts, cached)
 
     def _share(self, nbytes: int) -> Sharding:
         return Sharding(nbytes, self.group.size, self.group.rank, self.chunk_nbytes)
