@@ -398,3 +398,25 @@ def test_a_leaf_that_cannot_be_packed_leaves_all_as_they_are() -> None:
         member.master.pack()
     assert torch.equal(member.master.shard, before) and not member.master.is_committed
     assert not any(map(is_withheld, member.master.tensors))
+
+
+def test_what_lies_between_a_strided_weights_elements_does_not_count() -> None:
+    checksums, shards = [], []
+    for filler in (0.0, 7.0):
+        block = nn.Module()
+        wide = torch.full((40, 96), filler)
+        wide[:, :64] = torch.arange(40 * 64).reshape(40, 64)
+        block.weight = nn.Parameter(wide[:, :64], requires_grad=False)
+        assert not block.weight.is_contiguous()
+        master = ShardedMaster(
+            lambda block=block: find_leaves(block, "block"),  # type: ignore[misc]
+            [block],
+            "block",
+            CpuPlatform(torch.device("cpu")),
+            PinnedBudget(False),
+            lambda nbytes: Sharding(nbytes, 2, 0, 1 << 20),
+        )
+        master.pack()
+        checksums.append(master.checksums)
+        shards.append(master.shard.clone())
+    assert checksums[0] == checksums[1] and torch.equal(*shards)

@@ -368,6 +368,8 @@ class _ShardedMaking:
             return self._local.make(unit, find)
         local = self._local
         whole = local.mapped(unit, find)
+        if whole is None:
+            local.origins.realize(find())
         return ShardedMaster(find, [unit.module], unit.path, local.platform, local.budget, self._share, whole)
 
     def make_shared(self, find: Callable[[], list[Leaf]]) -> Master:

@@ -24,7 +24,11 @@ class LocalMaking:
         self.platform, self.budget, self.origins = platform, budget, origins
 
     def make(self, unit: Unit, find: Find) -> Master:
-        return self.mapped(unit, find) or PackedMaster(find, [unit.module], unit.path, self.platform, self.budget)
+        mapped = self.mapped(unit, find)
+        if mapped is not None:
+            return mapped
+        self.origins.realize(find())
+        return PackedMaster(find, [unit.module], unit.path, self.platform, self.budget)
 
     def make_shared(self, find: Find) -> Master:
         self.origins.realize(find())

@@ -185,7 +185,7 @@ def _settle(unit: Unit, held: AbstractSet[int] = frozenset()) -> list[Home]:
 
 def _pack(master: Master, undo: ExitStack) -> None:
     undo.callback(move_back, [(leaf.tensor, leaf.tensor.device) for leaf in master.find()])
-    undo.callback(master.release)
+    undo.callback(master.abandon)
     master.pack()
     return_freed_host_memory()
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import nn
 
 from diffusers_omni_offload.backends.masters import Unit
 from diffusers_omni_offload.messages import logger
 from diffusers_omni_offload.topology.plan import BlockStack, ResolvedPlan
-from diffusers_omni_offload.weights.checkpoint import CheckpointError
-from diffusers_omni_offload.weights.leaves import Leaf, find_leaves, is_plain
+from diffusers_omni_offload.weights.checkpoint import CheckpointError, CheckpointFile
+from diffusers_omni_offload.weights.leaves import Leaf, copy_with_strides, find_leaves, is_plain, rebind
 from diffusers_omni_offload.weights.mapped import Origin
 from diffusers_omni_offload.weights.proof import Sources, find_checkpoint, forget, prove, remembered, stored_weights
 from diffusers_omni_offload.weights.sources import LeafSource, same_bytes
@@ -24,11 +25,15 @@ class Origins:
 
     Args:
         plan: the plan; None has no weights.
+
+    Raises:
+        CheckpointError: a file that weights are views of, or are to be read from, was changed.
     """
 
     def __init__(self, plan: ResolvedPlan | None = None) -> None:
         self._known: dict[int, LeafSource] = {}
         self._served: set[int] = set()
+        self._in_use: set[CheckpointFile] = set()
         if plan is None:
             return
         for component in plan.components:
@@ -38,6 +43,13 @@ class Origins:
         for stack in plan.stacks:
             if stack.options.source != "memory" and stack.streamed:
                 self._serve(plan, stack)
+        self.require_unchanged()
+
+    def require_unchanged(self) -> None:
+        """CheckpointError if a file that weights were views of, or had to be read from, was changed since it was
+        opened."""
+        for file in self._in_use:
+            file.require_unchanged()
 
     def of(self, unit: Unit) -> dict[int, Origin]:
         """Where the weights of a unit are, by `id`; those that were changed since they were loaded are left out.
@@ -52,8 +64,13 @@ class Origins:
         found = {}
         for leaf in unit.leaves():
             source = self._known.get(id(leaf.tensor))
-            if source is not None and (is_withheld(leaf.tensor) or _is_unchanged(leaf, source)):
+            if source is None:
+                continue
+            if is_withheld(leaf.tensor) or _is_unchanged(leaf, source):
                 found[id(leaf.tensor)] = (leaf.tensor, source)
+            elif _is_view(leaf.tensor, source):
+                # It was edited, and some of its pages may be the file's still.
+                rebind(leaf.tensor, lambda tensor=leaf.tensor: copy_with_strides(tensor.data, tensor.device))  # type: ignore[misc]
         return found
 
     def realize(self, leaves: Iterable[Leaf]) -> None:
@@ -72,7 +89,7 @@ class Origins:
 
     def release(self, plan: ResolvedPlan, gone: Iterable[nn.Module]) -> None:
         """Keep nothing open for the components that have one of the modules `gone`, whose weights are in no file."""
-        self._known, self._served = {}, set()
+        self._known, self._served, self._in_use = {}, set(), set()
         gone = set(gone)
         for component in plan.components:
             if not gone.isdisjoint(component.module.modules()):
@@ -109,7 +126,15 @@ class Origins:
 
     def _add(self, module: nn.Module, sources: Sources) -> None:
         tensors = stored_weights(module)
-        self._known.update((id(tensors[path]), source) for path, source in sources.items() if path in tensors)
+        for path, source in sources.items():
+            if path in tensors:
+                self._known[id(tensors[path])] = source
+                if is_withheld(tensors[path]) or _is_view(tensors[path], source):
+                    self._in_use.update(source.files)
+
+
+def _is_view(tensor: torch.Tensor, source: LeafSource) -> bool:
+    return any(segment.file.is_viewed_by(tensor, segment.start) for segment in source.segments)
 
 
 def _is_unchanged(leaf: Leaf, source: LeafSource) -> bool:

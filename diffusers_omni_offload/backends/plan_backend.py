@@ -193,11 +193,11 @@ class PlanBackend(OffloadBackend):
         for component in components:
             is_still = set(offloaded).isdisjoint(component.module.modules())
             self.runner.add(component.path, plan.group(component), is_still=is_still)
-        kept = {id(leaf.tensor) for unit in units if self.origins.serves(unit) for leaf in unit.leaves()}
-        self.origins.realize(leaf for leaf in self.residency.leaves() if id(leaf.tensor) not in kept)
+        self.origins.realize(self.residency.leaves())
         self.masters.pack(units, self.residency.leaves, undo)
         self.lora.look()
         self.residency.place(self.masters.held(), undo)
+        self.origins.require_unchanged()  # What was copied through views of files is the files' as they were opened.
         return_freed_host_memory()
         tell_of_move(module for component in components for module in component.module.modules())
 

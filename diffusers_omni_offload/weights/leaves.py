@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from diffusers_omni_offload.weights.kinds import PLAIN_TYPES, parts_of, why_refused
+from diffusers_omni_offload.weights.withheld import is_withheld
 
 #: Every packed leaf starts at a multiple of this many bytes: enough for any kernel's vector loads.
 ALIGNMENT = 256
@@ -252,7 +253,7 @@ def move_tensors(tensors: Sequence[torch.Tensor], device: torch.device) -> None:
     """Move tensors to `device` in place: identity, strides and shared storage are kept.
 
     Args:
-        tensors: leaves; those that are there already stay as they are.
+        tensors: leaves; those that are there already, or are withheld, stay as they are.
         device: where to.
     """
     with plainly(tensors)():
@@ -260,7 +261,7 @@ def move_tensors(tensors: Sequence[torch.Tensor], device: torch.device) -> None:
 
 
 def _move_tensors(tensors: Sequence[torch.Tensor], device: torch.device) -> None:
-    elsewhere = [tensor for tensor in tensors if tensor.device != device]
+    elsewhere = [tensor for tensor in tensors if not is_withheld(tensor) and tensor.device != device]
     groups: dict[int, list[torch.Tensor]] = {}
     for tensor in elsewhere:
         groups.setdefault(tensor.untyped_storage().data_ptr() or id(tensor), []).append(tensor)

@@ -143,8 +143,11 @@ class MappedMaster(Master):
         Raises:
             CheckpointError: a file can't be read or was changed.
         """
-        self._bindings.clear()
+        self.abandon()
         self._read_withheld()
+
+    def abandon(self) -> None:
+        self._bindings.clear()
 
     def holds(self, tensor: torch.Tensor) -> bool:
         if is_withheld(tensor):

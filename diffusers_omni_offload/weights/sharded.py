@@ -18,6 +18,7 @@ from diffusers_omni_offload.weights.leaves import (
     place_apart,
     require_plain,
     span_bytes,
+    span_nbytes,
 )
 from diffusers_omni_offload.weights.mapped import MappedMaster
 from diffusers_omni_offload.weights.master import Master, view_in_mode
@@ -226,8 +227,12 @@ class ShardedMaster(Master):
         self._bindings.clear()
         if self._buffer is not None:
             self._buffer.unpin()
-        for tensor in self._withheld:
-            withhold(tensor, _lost_message(self._paths[id(tensor)]))
+        if self.is_committed:
+            for tensor in self._withheld:
+                withhold(tensor, _lost_message(self._paths[id(tensor)]))
+
+    def abandon(self) -> None:
+        self.release()
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return False
@@ -243,7 +248,16 @@ class ShardedMaster(Master):
         for tensor, p in zip(tensors, placements, strict=True):
             first, last = max(start, p.offset), min(stop, p.offset + p.nbytes)
             if first < last:
-                target[first - start : last - start].copy_(span_bytes(tensor)[first - p.offset : last - p.offset])
+                target[first - start : last - start].copy_(_bytes_of(tensor)[first - p.offset : last - p.offset])
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's span with zeros in its gaps, whatever is there: ranks compare it."""
+    if span_nbytes(tensor) <= tensor.numel() * tensor.element_size():
+        return span_bytes(tensor)
+    clean = torch.zeros(span_nbytes(tensor), dtype=torch.uint8, device=tensor.device)
+    clean.view(tensor.dtype).as_strided(tensor.shape, tensor.stride()).copy_(tensor.detach())
+    return clean
 
 
 def withheld_message(path: str) -> str:
