@@ -29,7 +29,7 @@ else:
 device = torch.accelerator.current_accelerator() or "cpu"
 pipe.enable_omni_offload("layer", layer_options={"dit": {"weight_transfer": "allgather"}}, device=device)
 for index, prompt in spread_prompts(PROMPTS):
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(index or 0)
     video = pipe(prompt, num_inference_steps=8, generator=generator, output_type="pil", **size).frames[0]
     if index is not None:  # some ranks repeat the last prompt, so that all make the same number of calls
         export_to_gif(video, f"{index}.gif")

@@ -15,6 +15,7 @@ import torch
 from diffusers.utils import export_to_gif
 
 from diffusers_omni_offload.demo.tiny_wan import build_pipeline
+from tests.nodes import UNSHARE, can_have_nodes
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -32,9 +33,10 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     (folder / "notebooks").symlink_to(SCRIPT.parent)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(
-        shlex.split(command), cwd=folder, env=environment, capture_output=True, text=True, timeout=300
-    )
+    words = shlex.split(command)
+    if can_have_nodes():  # both meet at one port, which somebody else may have outside
+        words = [*UNSHARE, "sh", "-c", f"ip link set lo up && exec {command}"]
+    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def test_the_readme_shows_the_script_and_how_to_start_it() -> None:
@@ -46,13 +48,12 @@ def test_the_readme_shows_the_script_and_how_to_start_it() -> None:
 @pytest.mark.slow
 @pytest.mark.processes
 def test_the_commands_make_what_one_process_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One after the other, since both meet at the same port."""
     prompts = re.search(r"^PROMPTS = (\[.*\])$", SCRIPT.read_text(), flags=re.MULTILINE)
     assert prompts is not None
     expected: dict[str, bytes] = {}
     pipe: Any = build_pipeline()[0]
     for index, prompt in enumerate(eval(prompts[1])):
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(index)
         size = {"height": 16, "width": 16, "num_frames": 5}
         video = pipe(prompt, num_inference_steps=8, generator=generator, output_type="pil", **size).frames[0]
         export_to_gif(video, str(tmp_path / "expected.gif"))
@@ -60,5 +61,5 @@ def test_the_commands_make_what_one_process_makes(tmp_path: Path, monkeypatch: p
     assert len(set(expected.values())) == 6
     for number, command in enumerate(commands()):
         ended = run(command, tmp_path / str(number))
-        assert ended.returncode == 0, ended.stderr[-3000:]
+        assert ended.returncode == 0, ended.stderr[-20_000:]
         assert {path.name: path.read_bytes() for path in (tmp_path / str(number)).glob("*.gif")} == expected
