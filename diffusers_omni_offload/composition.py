@@ -68,7 +68,7 @@ class OffloadedPipeline:
         dtype = kwargs.get("dtype", others[0] if others else None)
         if dtype is None:
             return self
-        require_handle(self).backend.refuse_cast()
+        require_handle(self).backend.refuse_cast(dtype)
         return super().to(dtype=dtype)  # type: ignore[misc]
 
     enable_model_cpu_offload = _refused("enable_model_cpu_offload()")
@@ -96,8 +96,8 @@ def composed_class(cls: type) -> type:
         handle = require_handle(self)
         args = tuple(_with_edits(value, handle) if i in positions else value for i, value in enumerate(args))
         kwargs = {name: _with_edits(value, handle) if name in _CALLBACKS else value for name, value in kwargs.items()}
-        handle.backend.agree_on_call(cls.__name__, signature, args, kwargs)
-        with handle.call():
+        agree = functools.partial(handle.backend.agree_on_call, cls.__name__, signature, args, kwargs)
+        with handle.call(agree):
             return cls.__call__(self, *args, **kwargs)
 
     methods = {name: _merging(getattr(cls, name)) for name in MERGING_METHODS if hasattr(cls, name)}

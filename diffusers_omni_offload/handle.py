@@ -83,16 +83,25 @@ class OffloadHandle:
         self.backend.refresh()
 
     @contextmanager
-    def call(self) -> Iterator[None]:
+    def call(self, prepare: Callable[[], None] | None = None) -> Iterator[None]:
         """The call scope: `with handle.call():` around a hand-written loop keeps prefetched blocks between forwards.
 
         Weights that are edited inside count after `refresh()` only. A pipeline's own call opens the scope by itself.
+
+        Args:
+            prepare: called first, with other threads' calls kept out, unless this is inside of a call already.
 
         Raises:
             RuntimeError: offload was disabled, an offloaded component was replaced, or another offload took over.
         """
         self._require_enabled()
-        with self.backend.opened(self._follow_pipeline):
+
+        def begin() -> None:
+            self._follow_pipeline()
+            if prepare is not None:
+                prepare()
+
+        with self.backend.opened(begin):
             yield
 
     @contextmanager

@@ -222,14 +222,13 @@ def caching(rank: int, size: int, options: dict[str, Any], when: str, who: Seque
     return found
 
 
-NOT_TOLD = pytest.mark.xfail(reason="a rank that is refused by itself doesn't tell the others at once", strict=True)
 REFUSED = "lets a rank skip blocks that 2 data parallel ranks have to gather together"
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("when", "who"),
-    [("before", (0, 1)), ("after", (1,)), pytest.param("before", (1,), marks=[pytest.mark.slow, NOT_TOLD])],
+    [("before", (0, 1)), ("after", (1,)), pytest.param("before", (1,), marks=pytest.mark.slow)],
 )
 def test_sglang_35858_a_cache_on_a_rank_that_gathers_is_refused(when: str, who: tuple[int, ...], two: RankPool) -> None:
     """One rank took a cache hit and skipped blocks, the other one waited for it in a collective, for good."""

@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 
 from diffusers_omni_offload.agreement import Agreement, AgreementError, RanksDisagree
-from diffusers_omni_offload.backends.making import LocalMaking
-from diffusers_omni_offload.backends.masters import Find, Making, Unit
+from diffusers_omni_offload.backends.making import LocalMaking, ShardedMaking
+from diffusers_omni_offload.backends.masters import Making
 from diffusers_omni_offload.backends.plan_backend import PlanBackend
 from diffusers_omni_offload.config import OffloadConfig, WeightTransfer
 from diffusers_omni_offload.parallel import (
@@ -28,8 +28,6 @@ from diffusers_omni_offload.streaming.gather import CHUNK_NBYTES, Gather
 from diffusers_omni_offload.streaming.transport import Transport
 from diffusers_omni_offload.topology.plan import BlockStack, ResolvedPlan
 from diffusers_omni_offload.waves import agree_on_wave, wave_facts
-from diffusers_omni_offload.weights.leaves import Leaf
-from diffusers_omni_offload.weights.master import Master
 from diffusers_omni_offload.weights.sharded import ShardedMaster, Sharding, changed_message
 
 _ALONE = WeightGroup("none", (0,), 0)
@@ -56,6 +54,7 @@ class DistributedLayerwiseBackend(PlanBackend):
     _gather: Gather | None = None
     _facts = ParallelFacts()
     _gathers = 0
+    _has_met = False
     _shared_out: frozenset[nn.Module] = frozenset()
 
     # ------------------------------------------------------------------ lifecycle
@@ -69,7 +68,11 @@ class DistributedLayerwiseBackend(PlanBackend):
             ValueError: all-gather can't be combined with how the weights are loaded or parallelised.
         """
         stacks = [stack for stack in plan.stacks if _is_gathered(stack)]
-        group = self._group_for(plan, stacks)
+        try:
+            group = self._group_for(plan, stacks)
+        except ValueError as error:
+            tell_other_ranks(self.config, dict(_components_of(plan)), error)
+            raise
         if group.size == 1:
             super().install(plan, undo)
             return
@@ -98,7 +101,7 @@ class DistributedLayerwiseBackend(PlanBackend):
 
     def making(self) -> Making:
         local = LocalMaking(self.platform, self.budget, self.origins)
-        return local if self._agreement is None else _ShardedMaking(local, self._shared_out, self._share)
+        return local if self._agreement is None else ShardedMaking(local, self._shared_out, self._share)
 
     def tear_down(self) -> None:
         """See `PlanBackend.tear_down`. With all-gather each rank gets complete weights, so all have to come here.
@@ -138,7 +141,7 @@ class DistributedLayerwiseBackend(PlanBackend):
     def _group_for(self, plan: ResolvedPlan, stacks: Sequence[BlockStack]) -> WeightGroup:
         if not stacks:
             return _ALONE
-        dits = {component.path: component.module for component in plan.components if component.role == "dit"}
+        dits = dict(_components_of(plan, "dit"))
         self._facts = parallel_facts(self.config, dits)
         require_compatible(self.config, self._facts, _gathered_components(plan))
         return weight_group(self.config, dits)
@@ -199,6 +202,7 @@ class DistributedLayerwiseBackend(PlanBackend):
         except BaseException as error:
             self._agreement.fail(error)
             raise
+        self._has_met = True
         agree_on_wave(self._agreement, facts, f"the call of {name}")
 
     def opened(self, prepare: Callable[[], None] | None = None) -> AbstractContextManager[None]:
@@ -305,20 +309,17 @@ class DistributedLayerwiseBackend(PlanBackend):
 
     def _after_call(self) -> None:
         if self._agreement is not None:
-            try:
-                self._meet("the end of a call")
-            except BaseException:
-                self.streamer.order.unlearn()
-                raise
+            self._meet("the end of a call")
+            self._has_met = False
         super()._after_call()
 
     def _call_failed(self) -> None:
         super()._call_failed()
         error = sys.exc_info()[1]
-        if self._agreement is not None and error is not None:
-            # All ranks fail, and go on from the declared order, whatever each has learned before it noticed.
-            self.streamer.order.unlearn()
+        if self._agreement is not None and error is not None and self._has_met:
+            # Others may wait. What was run without them, a stray encoder say, is nobody else's concern.
             self._agreement.fail(error)
+        self._has_met = False
 
     def _meet(self, what: str) -> None:
         """See that all ranks are here, and have gathered the same blocks so far.
@@ -328,8 +329,13 @@ class DistributedLayerwiseBackend(PlanBackend):
         """
         assert self._agreement is not None and self._gather is not None
         self._require_unbroken()
-        own = {"history": self._gather.digest, "progress": self._gather.progress}
+        order = self.streamer.order
+        own = {"history": self._gather.digest, "progress": self._gather.progress, "order": order.digest}
+        self._has_met = True
         answers = self._agreement.exchange(own, what)
+        if len({answer["order"] for answer in answers}) > 1:
+            # An error that only some of them had may have taught them different things; they go on as declared.
+            order.unlearn()
         if len({answer["history"] for answer in answers}) > 1:
             of_ranks = zip(self.group.ranks, answers, strict=True)
             each = "; ".join(f"rank {rank}: {answer['progress']}" for rank, answer in of_ranks)
@@ -357,27 +363,12 @@ def tell_other_ranks(config: OffloadConfig, components: Mapping[str, nn.Module],
         Agreement(weight_group(config, components), _AGREEMENT).fail(error)
 
 
-class _ShardedMaking:
-    """Masters of which each rank has a share, for the blocks that are divided; others as they are made locally."""
-
-    def __init__(self, local: LocalMaking, divided: frozenset[nn.Module], share: Callable[[int], Sharding]) -> None:
-        self._local, self._divided, self._share = local, divided, share
-
-    def make(self, unit: Unit, find: Find) -> Master:
-        if unit.module not in self._divided:
-            return self._local.make(unit, find)
-        local = self._local
-        whole = local.mapped(unit, find)
-        if whole is None:
-            local.origins.realize(find())
-        return ShardedMaster(find, [unit.module], unit.path, local.platform, local.budget, self._share, whole)
-
-    def make_shared(self, find: Callable[[], list[Leaf]]) -> Master:
-        return self._local.make_shared(find)
-
-
 def _is_gathered(stack: BlockStack) -> bool:
     return stack.options.weight_transfer is WeightTransfer.ALLGATHER and bool(stack.streamed)
+
+
+def _components_of(plan: ResolvedPlan, role: str | None = None) -> Iterator[tuple[str, nn.Module]]:
+    return ((part.path, part.module) for part in plan.components if role in (None, part.role))
 
 
 def _gathered_components(plan: ResolvedPlan) -> dict[str, nn.Module]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from diffusers_omni_offload import hooks
+from diffusers_omni_offload.weights.leaves import rebind
 from diffusers_omni_offload.weights.withheld import is_withheld
 
 #: Methods of models and pipelines that merge LoRA layers into weights or take them out again: choosing another adapter
@@ -90,8 +91,7 @@ class Mediation:
     def _apply(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         device = self._destination(function)
         if device is None:
-            self._try_on_withheld(function)
-            return self._original_apply(function, recurse)
+            return self._apply_around_withheld(function, recurse)
         if device not in (self._device, torch.device("cpu")):
             raise ValueError(
                 f"{self._path} is offloaded to run on {str(self._device)!r} and can't be moved to {str(device)!r}. "
@@ -100,28 +100,23 @@ class Mediation:
         dtype = _cast(function)
         if dtype is None:
             return self._module
-        self._try_on_withheld(function)
-        return self._original_apply(lambda t: t.to(dtype) if t.is_floating_point() else t, recurse)
-
-    def _try_on_withheld(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Raises RuntimeError, before anything is cast, that says how to have a weight here whose bytes it needs."""
-        for tensor in (*self._module.parameters(), *self._module.buffers()):
-            if is_withheld(tensor):
-                function(tensor)
+        return self._apply_around_withheld(lambda t: t.to(dtype) if t.is_floating_point() else t, recurse)
 
     def _apply_around_withheld(
         self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
     ) -> nn.Module:
-        """Moves pass, and leave out what isn't here to be moved; casts of that raise."""
-        hollow = [
-            module
-            for module in self._module.modules()
-            if any(map(is_withheld, (*module._parameters.values(), *module._buffers.values())))
-        ]
-        if not hollow or _cast(function) is not None:
-            return self._original_apply(function, recurse)
+        """Moves, and casts of what has the dtype already, leave out what isn't here.
+
+        Raises:
+            RuntimeError: it would have to be cast; nothing was, and the sentence says how to have it here.
+        """
+        hollow = [module for module in self._module.modules() if any(map(is_withheld, _own_tensors(module)))]
+        dtype = _cast(function)
+        for tensor in (tensor for module in hollow for tensor in _own_tensors(module) if is_withheld(tensor)):
+            if dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype:
+                function(tensor)
         for module in hollow:
-            vars(module)["_apply"] = functools.partial(_leave_alone, module)
+            vars(module)["_apply"] = functools.partial(_apply_to_the_rest, module)
         try:
             return self._original_apply(function, recurse)
         finally:
@@ -152,11 +147,19 @@ def _within(merging: Callable[[], AbstractContextManager[None]], method: Callabl
     return within
 
 
-def _leave_alone(
+def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
+    return [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
+
+
+def _apply_to_the_rest(
     module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
 ) -> nn.Module:
-    for child in module.children():
+    """`module._apply(function)` for all but its own withheld tensors."""
+    for child in module.children() if recurse else ():
         child._apply(function)
+    for tensor in _own_tensors(module):
+        if not is_withheld(tensor):
+            rebind(tensor, lambda tensor=tensor: function(tensor.data))  # type: ignore[misc]
     return module
 
 

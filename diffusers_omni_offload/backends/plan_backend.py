@@ -331,11 +331,12 @@ class PlanBackend(OffloadBackend):
     def agree_on_call(self, name: str, signature: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """A call of a pipeline is about to begin; there is nobody to agree with."""
 
-    def refuse_cast(self) -> None:
+    def refuse_cast(self, dtype: torch.dtype) -> None:
         """Before weights are cast: RuntimeError, which says what to do, if some can't be because they aren't here."""
         for master in self.masters:
             for tensor in master.withheld:
-                tensor.detach()
+                if tensor.is_floating_point() and tensor.dtype != dtype:
+                    tensor.detach()
 
     def opened(self, prepare: Callable[[], None] | None = None) -> AbstractContextManager[None]:
         """Be inside a call for the body; `prepare` runs first if this is the outermost one."""

@@ -38,6 +38,7 @@ class Gather:
     """
 
     lookahead = 0
+    is_collective = True
 
     def __init__(self, platform: Platform, process_group: Any) -> None:
         self._group = process_group

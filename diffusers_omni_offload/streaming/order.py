@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Container, Sequence
 
 
@@ -44,6 +45,12 @@ class Order:
         self._successor = list(self._declared)
         self._deviation = [None] * len(self._declared)
         self._length = 0
+
+    @property
+    def digest(self) -> str:
+        """Tells whether two orders expect the same from now on, and learn alike."""
+        state = (self._successor, self._deviation, self._previous, self._position, self._length)
+        return hashlib.sha256(repr(state).encode()).hexdigest()[:16]
 
     def note(self, block: int) -> None:
         """`block` runs now."""

@@ -65,6 +65,8 @@ class FromPageCache:
         loads: blocks that were copied straight from the page cache.
     """
 
+    is_collective = False
+
     def __init__(self, platform: Platform, staging: Staging, wanted: Wanted) -> None:
         self.lookahead = staging.lookahead
         self.loads = 0

@@ -72,6 +72,8 @@ class Staging:
         waited_seconds: how long `load` has kept the host waiting for reads.
     """
 
+    is_collective = False
+
     def __init__(self, platform: Platform, budget: PinnedBudget, count: int = 2) -> None:
         self.lookahead = count
         self.demand_reads, self.waited_seconds = 0, 0.0

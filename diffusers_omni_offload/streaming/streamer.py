@@ -47,6 +47,8 @@ class Streamer:
         self.stalls = StallMeter(platform)
         self.transports = tuple(transports) or (HostToDevice(),)
         self._lookahead = max(transport.lookahead for transport in self.transports)
+        # What is loaded when must follow from the order alone if other ranks have to do the same.
+        self._may_put_off = not any(transport.is_collective for transport in self.transports)
         self._put_off: set[int] = set()
         self._copies = platform.stream()
         self._residents: set[int] = set()
@@ -177,6 +179,8 @@ class Streamer:
         """Between forwards: cast leaves of `block` for good, as its forward has done with those on the device."""
         master = self.masters[block]
         assert master is not None
+        if not master.takes_casts:
+            return
         self.wait_for_copies()
         cast_tensors(casts)
         master.pack(in_place=False)
@@ -256,7 +260,7 @@ class Streamer:
                 slot = self.slots.victim(upcoming)
                 if slot is None:
                     break
-                if not self._is_ready(expected):
+                if self._may_put_off and not self._is_ready(expected):
                     # Its bytes are being prepared: it is loaded when it runs, and the host has given out work by then.
                     self._put_off.add(expected)
                     break

@@ -16,9 +16,11 @@ class Transport(Protocol):
 
     Attributes:
         lookahead: how many masters it prepares before they are loaded.
+        is_collective: whether other ranks have to load the same masters in the same order.
     """
 
     lookahead: int
+    is_collective: bool
 
     def serves(self, master: Master) -> bool:
         """Whether it can load this master, as it is now."""
@@ -52,6 +54,7 @@ class HostToDevice:
     """One copy from a packed master's host buffer; asynchronous where that is pinned."""
 
     lookahead = 0
+    is_collective = False
 
     def serves(self, master: Master) -> bool:
         return isinstance(master, PackedMaster)

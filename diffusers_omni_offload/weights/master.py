@@ -31,7 +31,10 @@ class Master(ABC):
     Attributes:
         nbytes: size of the packed leaves in bytes.
         tensors: the leaves, as the objects that the modules hold.
+        takes_casts: whether a cast that a forward makes for good is taken over; if not, each forward makes it anew.
     """
+
+    takes_casts = True
 
     def __init__(self, find: Callable[[], list[Leaf]], roots: Sequence[nn.Module], path: str) -> None:
         self.path = path

@@ -105,6 +105,8 @@ class ShardedMaster(Master):
         is_committed: whether the leaves' bytes are gone.
     """
 
+    takes_casts = False
+
     def __init__(
         self,
         find: Callable[[], list[Leaf]],
