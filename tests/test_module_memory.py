@@ -243,12 +243,12 @@ torch.set_num_threads(1)
 # Device memory is host memory here: unpoisoned, its pages take none until they are written.
 device = simdevice.install(poison=0)
 from diffusers_omni_offload import disable_omni_offload, enable_omni_offload
-from diffusers_omni_offload.weights import master
+from diffusers_omni_offload.weights import packed
 from tests import tiny
 
 MB = 1 << 20
 # What was freed goes back to the system now and then; here more often, so that the rest shows.
-master._TRIM_BYTES = 16 * MB
+packed._TRIM_BYTES = 16 * MB
 
 
 def status(key):

@@ -317,8 +317,10 @@ class DistributedLayerwiseBackend(PlanBackend):
         super()._call_failed()
         error = sys.exc_info()[1]
         if self._agreement is not None and error is not None and self._has_met:
-            # Others may wait. What was run without them, a stray encoder say, is nobody else's concern.
-            self._agreement.fail(error)
+            # Others may wait, unless it is they who are to blame. What ran without them, a stray encoder say, is nobody
+            # else's concern.
+            if not isinstance(error, AgreementError):
+                self._agreement.fail(error)
         self._has_met = False
 
     def _meet(self, what: str) -> None:
