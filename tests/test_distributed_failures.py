@@ -23,7 +23,7 @@ PATIENCE = 3.0
 """The process group's timeout where ranks have to wait for it, seconds."""
 
 
-@pytest.fixture(scope="module", params=fast_ones(["sim 2", "cpu 2", "sim 3", "cpu 3"], "sim 2"))
+@pytest.fixture(scope="module", params=fast_ones(["sim 2", "cpu 3"], "sim 2"))
 def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     device, size = request.param.split()
     with RankPool(int(size), device=device) as pool:
