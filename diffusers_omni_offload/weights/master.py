@@ -84,9 +84,9 @@ class Master(ABC):
     def release(self) -> None:
         """Let go of what is held beside the leaves; they stay ordinary CPU tensors."""
 
-    @abstractmethod
     def abandon(self) -> None:
         """`release` without reading anything: leaves that were withheld before `pack` stay so."""
+        self.release()
 
     @property
     @abstractmethod

@@ -94,9 +94,6 @@ class PackedMaster(Master):
         if self._buffer is not None:
             self._buffer.unpin()
 
-    def abandon(self) -> None:
-        self.release()
-
     def _take_in_place(self, tensors: list[torch.Tensor]) -> bool:
         """Copy what was replaced into the bytes that are there, if it fits there; aliases of the rest stay true."""
         if self._buffer is None or list(map(id, tensors)) != list(map(id, self.tensors)):

@@ -233,9 +233,6 @@ class ShardedMaster(Master):
             for tensor in self._withheld:
                 withhold(tensor, _lost_message(self._paths[id(tensor)]))
 
-    def abandon(self) -> None:
-        self.release()
-
     def holds(self, tensor: torch.Tensor) -> bool:
         return False
 
