@@ -284,9 +284,7 @@ class DistributedLayerwiseBackend(PlanBackend):
         self.is_gathered = False
         self.masters.follow([master for master in self.masters.stale() if not isinstance(master, ShardedMaster)])
         self.residency.place(self.masters.held())
-        self.runner.inspect_again()
-        self.blocks.inspect_again()
-        self.lora.look()
+        self.look_again()
 
     def _bring_back(self, what: str, masters: Sequence[ShardedMaster]) -> None:
         """Gather blocks, and make their weights ordinary CPU tensors."""

@@ -362,13 +362,17 @@ class PlanBackend(OffloadBackend):
                 self.components.require_ours_throughout()
                 self.masters.follow(stale)
                 self.residency.place(self.masters.held())
-            self.runner.inspect_again()
-            self.blocks.inspect_again()
-            self.lora.look()
+            self.look_again()
         self.lora.expect_unmerging()
         if self.shared is not None:
             self.shared.require_slot()
         return has_changed
+
+    def look_again(self) -> None:
+        """Weights have changed: what was known of how they are used isn't any more."""
+        self.runner.inspect_again()
+        self.blocks.inspect_again()
+        self.lora.look()
 
     def _after_call(self) -> None:
         if self._reported or not (self.streamer.loads or self.stages.swaps):
