@@ -13,6 +13,9 @@ from tests.benchmarks import real, steps
 #: By family and slots: step / ideal at most. Blocks of two sizes need a third slot to keep the link as busy.
 BOUNDS = {("Wan-like", 2): 1.02, ("SD3-like", 2): 1.02, ("2:1", 3): 1.02, ("2:1", 2): 1.03}
 
+#: By a bare reading of the leaves, which takes 0.4 ms for 1,000 where this is 1 ms.
+MOST_AUDIT = 2.5
+
 
 @pytest.fixture(scope="module")
 def bench(device: torch.device) -> Callable[..., steps.Bench]:
@@ -82,17 +85,12 @@ def test_packing_is_as_fast_as_a_memcpy() -> None:
 
 
 @pytest.mark.timing
-def test_an_audit_takes_less_than_a_millisecond_for_1000_leaves() -> None:
-    audit = real.audit(enough=0.95)
-    assert audit.leaves == 40 * real.LEAVES and audit.modules == 40 * 24
-    assert audit.ms_per_1000_leaves < 1
-
-
-@pytest.mark.timing
-def test_so_does_an_audit_with_a_lora_on_every_layer() -> None:
-    audit = real.audit(enough=0.95, lora=True)
-    assert audit.leaves == 40 * (real.LEAVES + 2 * real.LINEAR_LAYERS)
-    assert audit.ms_per_1000_leaves < 1
+@pytest.mark.parametrize("lora", [False, True])
+def test_an_audit_takes_little_more_than_reading_the_leaves(lora: bool) -> None:
+    """Under 1 ms for 1,000 leaves where a bare reading takes 0.4; a slower machine is slower at both."""
+    audit = real.audit(lora=lora)
+    assert audit.leaves == 40 * (real.LEAVES + 2 * real.LINEAR_LAYERS * lora)
+    assert audit.ratio <= MOST_AUDIT, f"{audit.ms_per_1000_leaves:.2f} ms for 1,000 leaves"
 
 
 @pytest.mark.timing
