@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Collection, Mapping
 from enum import Enum
 from typing import Any
@@ -80,3 +81,37 @@ def gibibytes(name: str, value: Any) -> float:
     if not math.isfinite(value) or value < 0:
         raise ValueError(f"{name} is {value}, but it must be finite and at least 0.")
     return float(value)
+
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for suffix, base in (("iB", 1024), ("B", 1000))
+}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+
+
+def parse_bytes(name: str, value: Any) -> int:
+    """A number of bytes, from an int or from text such as "12GiB", "900 MB" or "1.5TiB".
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: it isn't positive, or the text has another form.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise TypeError(
+            f"{name} is {value!r} ({a_type(value)}), but bytes are needed: an int, or text such as '12GiB'."
+        )
+    nbytes = value
+    if isinstance(value, str):
+        found = _SIZE.fullmatch(value.strip())
+        unit = None if found is None else next((unit for unit in _UNITS if unit.lower() == found[2].lower()), None)
+        if found is None or unit is None:
+            raise ValueError(
+                f"{name} is {value!r}, but a number with one of the units {', '.join(filter(None, _UNITS))} is needed, "
+                "such as '12GiB'."
+            )
+        nbytes = int(float(found[1]) * _UNITS[unit])
+    if int(nbytes) <= 0:
+        raise ValueError(f"{name} is {value!r}, but more than 0 bytes are needed.")
+    return int(nbytes)
