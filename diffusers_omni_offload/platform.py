@@ -97,6 +97,17 @@ class Platform:
         return int(torch.accelerator.get_memory_info(self.device)[1])
 
     @property
+    def name(self) -> str:
+        """What the device calls itself."""
+        name: Callable[..., str] | None = getattr(self.module, "get_device_name", None)
+        return str(self.device) if name is None else name(self.device)
+
+    @property
+    def is_modelled(self) -> bool:
+        """Whether the device is simulated, so that its times come from a model."""
+        return bool(getattr(self.module, "is_modelled", False))
+
+    @property
     def registers_host_memory(self) -> bool:
         """Whether memory of our own can be page-locked in place, at its exact size."""
         return self.device.type == "cuda" or hasattr(self.module, "host_register")
@@ -211,6 +222,14 @@ class CpuPlatform(Platform):
 
     def total_bytes(self) -> int:
         return host_memory().total_bytes
+
+    @property
+    def name(self) -> str:
+        return "CPU"
+
+    @property
+    def is_modelled(self) -> bool:
+        return False
 
     @property
     def registers_host_memory(self) -> bool:
