@@ -71,8 +71,8 @@ def measure(
 
     Args:
         spans: the recording. A block's wait ends before its compute begins.
-        blocks: path of a component -> paths of its blocks, in the order of `ComponentCost.blocks`. What a component that
-            isn't named has run is known by its path, and its blocks aren't timed apart.
+        blocks: path of a component -> paths of its blocks, in the order of `ComponentCost.blocks`. Other components are
+            known by their own spans, and their blocks aren't timed apart.
         activations: path of a component -> device bytes beside weights at the most, if known.
         peak_nbytes: device bytes at the most, if known.
         copy_latency_s: what a copy needs besides the time of its bytes.
