@@ -13,11 +13,22 @@ RatesSource = Literal["measured", "profile", "given", "assumed"]
 
 @dataclass(frozen=True)
 class BlockCost:
-    """One block: packed bytes, which a load moves and a slot has to hold, and seconds of compute in one forward; 0 if
-    unknown."""
+    """One block.
+
+    Attributes:
+        nbytes: packed bytes, which a load moves and a slot has to hold.
+        seconds: compute in one forward; 0 if unknown.
+        kept_nbytes: device bytes while it is resident, each of its leaves an allocation; 0 if that is `nbytes`.
+    """
 
     nbytes: int
     seconds: float = 0.0
+    kept_nbytes: int = 0
+
+    @property
+    def resident_nbytes(self) -> int:
+        """Device bytes while it is resident."""
+        return self.kept_nbytes or self.nbytes
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from diffusers_omni_offload.planning.costs import BlockCost, ComponentCost, Problem, Rates
+from diffusers_omni_offload.planning.costs import ComponentCost, Problem, Rates
 from diffusers_omni_offload.streaming.recording import Span
 
 
@@ -182,10 +182,10 @@ def _with_measured(component: ComponentCost, measured: MeasuredComponent, calls:
     blocks, seconds = component.blocks, measured.outside_seconds
     if len(measured.block_seconds) == len(blocks) and any(measured.block_seconds):
         times = zip(blocks, measured.block_seconds, strict=True)
-        blocks = tuple(BlockCost(block.nbytes, taken or block.seconds) for block, taken in times)
+        blocks = tuple(replace(block, seconds=taken or block.seconds) for block, taken in times)
     elif blocks:
         share = measured.compute_seconds / max(sum(block.nbytes for block in blocks), 1)
-        blocks, seconds = tuple(BlockCost(block.nbytes, block.nbytes * share) for block in blocks), 0.0
+        blocks, seconds = tuple(replace(block, seconds=block.nbytes * share) for block in blocks), 0.0
     return replace(
         component,
         blocks=blocks,
