@@ -25,15 +25,20 @@ from diffusers_omni_offload.weights.leaves import (
     extent,
     find_leaves,
     place_apart,
+    span_nbytes,
 )
 from diffusers_omni_offload.weights.withheld import is_withheld
+
+_ALLOCATION = 512
+"""Allocators of devices give multiples of so many bytes."""
 
 
 def survey(pipe: Any, *, declarations: type | None = None) -> tuple[ComponentCost, ...]:
     """The sizes of a pipeline's components, from shapes and dtypes: nothing is read, moved or changed.
 
     Weights may be on any device, the meta device too. Each leaf counts once, in the innermost component that is
-    declared to hold it. A block's bytes are its packed ones; leaves that it has in common with other blocks or modules
+    declared to hold it. What is copied at once (a block, a component that is swapped) has its packed size, and what stays
+    on the device (residents, state) that of its allocations. Leaves that it has in common with other blocks or modules
     count as state, as they stay on the device while blocks are streamed. So does a declared submodule of a DiT whose
     blocks are streamed with it: that the device holds less of it is a reserve.
 
@@ -61,8 +66,8 @@ def survey(pipe: Any, *, declarations: type | None = None) -> tuple[ComponentCos
         for block in stacks[component.path].blocks if component.path in stacks else ():
             own = find_leaves(block, "", streamed)
             streamed.update(id(leaf.tensor) for leaf in own)
-            blocks.append(BlockCost(packed_nbytes(own)))
-        state = packed_nbytes([leaf for leaf in leaves if id(leaf.tensor) in shared or id(leaf.tensor) not in streamed])
+            blocks.append(BlockCost(packed_nbytes(own), kept_nbytes=placed_nbytes(own)))
+        state = [leaf for leaf in leaves if id(leaf.tensor) in shared or id(leaf.tensor) not in streamed]
         dtypes: Counter[str] = Counter()
         for leaf in leaves:
             dtypes[str(leaf.tensor.dtype).removeprefix("torch.")] += leaf.nbytes
@@ -70,9 +75,9 @@ def survey(pipe: Any, *, declarations: type | None = None) -> tuple[ComponentCos
             path=component.path,
             role=component.role,
             selector=selector(component) or component.path,
-            nbytes=state + sum(block.nbytes for block in blocks),
+            nbytes=packed_nbytes(state) + sum(block.nbytes for block in blocks),
             blocks=tuple(blocks),
-            state_nbytes=state,
+            state_nbytes=placed_nbytes(state),
             may_keep_blocks=bool(blocks)
             and component.role == "dit"
             and component.path in discovery.plan.resident_dit_paths,
@@ -124,6 +129,12 @@ def packed_nbytes(leaves: Sequence[Leaf]) -> int:
     apart = [tensor for tensor in tensors if tensor.is_meta or is_withheld(tensor)]
     together = [tensor for tensor in tensors if not (tensor.is_meta or is_withheld(tensor))]
     return place_apart(apart)[1] + Layout(together).nbytes
+
+
+def placed_nbytes(leaves: Iterable[Leaf]) -> int:
+    """What these leaves take on the device, each an allocation of its own."""
+    sizes = {_where(leaf.tensor): span_nbytes(leaf.tensor) for leaf in leaves}
+    return sum(-(-nbytes // _ALLOCATION) * _ALLOCATION for nbytes in sizes.values())
 
 
 def _innermost_first(components: Iterable[ResolvedComponent]) -> list[ResolvedComponent]:
