@@ -37,10 +37,10 @@ def survey(pipe: Any, *, declarations: type | None = None) -> tuple[ComponentCos
     """The sizes of a pipeline's components, from shapes and dtypes: nothing is read, moved or changed.
 
     Weights may be on any device, the meta device too. Each leaf counts once, in the innermost component that is
-    declared to hold it. What is copied at once (a block, a component that is swapped) has its packed size, and what stays
-    on the device (residents, state) that of its allocations. Leaves that it has in common with other blocks or modules
-    count as state, as they stay on the device while blocks are streamed. So does a declared submodule of a DiT whose
-    blocks are streamed with it: that the device holds less of it is a reserve.
+    declared to hold it. What is copied at once (a block, or a component that is swapped) has its packed size, and what
+    stays on the device (residents, state) that of its allocations. Leaves that a block has in common with other blocks
+    or modules count as state, as they stay on the device while blocks are streamed. So does a declared submodule of a
+    DiT whose blocks are streamed with it: that the device holds less of it is a reserve.
 
     Args:
         pipe: a pipeline.
