@@ -1,4 +1,4 @@
-"""What a choice holds on the device and on the host, by the rules of `streaming.stages` and `backends.component_runner`.
+"""What a choice holds on the device and on the host, by the rules of `streaming` and `backends`.
 
 For good there are: components that are neither streamed nor swapped, what of streamed components is outside of blocks,
 resident blocks, and the slots. Swapped components come and go beside that; who leaves for whom `streaming.stages` says.
@@ -87,6 +87,17 @@ class Memory:
             if held > most or not where:
                 most, where = max(held, most), component.path
         return most, where
+
+    def floor(self) -> int:
+        """Device bytes below which no choice of these kinds stays, without slots and resident blocks."""
+        permanent = self._permanent({})
+        return max(
+            (
+                permanent + component.activation_nbytes + (0 if self._finds_others(component) else min(states))
+                for component, states in self._running
+            ),
+            default=permanent,
+        )
 
     def between_calls(self, residents: Mapping[str, int], slots: int) -> int:
         """Device bytes that stay between calls, at the most: slots may have been given back."""
