@@ -13,6 +13,7 @@ from diffusers_omni_offload.planning.times import (
     BlockTimes,
     ForwardTimes,
     block_times,
+    bound_by,
     covered,
     format_seconds,
     forward_times,
@@ -32,9 +33,6 @@ _THREADS: dict[Lane, str] = {
     "gather": "gather",
 }
 """Lanes as Perfetto shows them, from top to bottom."""
-
-#: The share of a forward from which on its waits are more than a little.
-NOTICEABLE_WAIT = 0.05
 
 
 class Trace:
@@ -167,7 +165,7 @@ class Trace:
                     *map(format_seconds, (steady.seconds, steady.compute_seconds, steady.wait_seconds)),
                     str(len(loads)),
                     format_bytes(sum(span.nbytes for span in loads)),
-                    bound(steady.wait_seconds, steady.seconds),
+                    bound_by(steady.wait_seconds, steady.seconds),
                 )
             )
         return Table(f"Trace of {self.device}", headers, rows, self._notes(), left_end=1)
@@ -308,11 +306,6 @@ class Trace:
 
     def _moves(self) -> list[Span]:
         return [span for span in self.spans if span.lane in ("copy", "gather")]
-
-
-def bound(wait_seconds: float, seconds: float) -> str:
-    """What set the time of a forward: "transfer" if the compute waited for more than a little of it, or "compute"."""
-    return "transfer" if wait_seconds > NOTICEABLE_WAIT * seconds else "compute"
 
 
 def _note(name: str, thread: int, arguments: dict[str, Any]) -> dict[str, Any]:

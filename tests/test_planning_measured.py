@@ -43,7 +43,14 @@ SPANS = [
 
 def problem() -> Problem:
     dit = ComponentCost(
-        "transformer", "dit", "dit", 4000, (BlockCost(1000), BlockCost(2000)), 1000, forwards=50, activation_nbytes=7
+        "transformer",
+        "dit",
+        "dit",
+        4000,
+        (BlockCost(1000, 0.0, 1024), BlockCost(2000)),
+        1000,
+        forwards=50,
+        activation_nbytes=7,
     )
     vae = ComponentCost("vae", "vae", "vae", 4000, seconds=1.0)
     unmeasured = ComponentCost("text_encoder", "encoder", "text_encoder", 3000, (BlockCost(3000, 0.5),), seconds=0.1)
@@ -102,7 +109,7 @@ def test_what_was_measured_takes_the_place_of_what_was_assumed() -> None:
     measured = measure(SPANS, BLOCKS, activations={"transformer": 99}, peak_nbytes=5, copy_latency_s=1e-3)
     known = with_measured(problem(), measured)
     dit = known.component("transformer")
-    assert dit.blocks == (BlockCost(1000, pytest.approx(1.0)), BlockCost(2000, pytest.approx(2.0)))
+    assert dit.blocks == (BlockCost(1000, pytest.approx(1.0), 1024), BlockCost(2000, pytest.approx(2.0)))
     assert dit.seconds == pytest.approx(0.25) and dit.activation_nbytes == 99 and dit.forwards == 50
     assert known.component("vae").seconds == pytest.approx(3.0) and known.component("vae").activation_nbytes == 0
     assert known.component("text_encoder") == problem().component("text_encoder")
@@ -121,7 +128,7 @@ def test_the_compute_of_a_whole_is_divided_by_bytes() -> None:
     )
     known = with_measured(problem(), measured)
     dit = known.component("transformer")
-    assert dit.blocks == (BlockCost(1000, pytest.approx(1.0)), BlockCost(2000, pytest.approx(2.0)))
+    assert dit.blocks == (BlockCost(1000, pytest.approx(1.0), 1024), BlockCost(2000, pytest.approx(2.0)))
     assert dit.seconds == 0.0 and dit.activation_nbytes == 7 and known.rates == problem().rates
 
 

@@ -11,6 +11,9 @@ from statistics import median
 from diffusers_omni_offload.planning.measured import owner
 from diffusers_omni_offload.streaming.recording import Span
 
+#: Below this share of waiting, faster transfers would not be felt.
+_NOTICEABLE_WAIT = 0.05
+
 
 @dataclass(frozen=True)
 class ForwardTimes:
@@ -144,6 +147,11 @@ def _block_times(path: str, spans: Sequence[Span]) -> BlockTimes:
         copy_seconds=medians["move"],
         nbytes=max(span.nbytes for span in spans),
     )
+
+
+def bound_by(wait_seconds: float, seconds: float) -> str:
+    """What set the time of a forward: "transfer" if the compute waited for more than a little of it, or "compute"."""
+    return "transfer" if wait_seconds > _NOTICEABLE_WAIT * seconds else "compute"
 
 
 def format_seconds(seconds: float) -> str:
