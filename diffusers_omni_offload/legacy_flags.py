@@ -3,7 +3,6 @@ compact form."""
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping
 from dataclasses import fields as dataclass_fields
@@ -12,8 +11,7 @@ from typing import Any
 
 from diffusers_omni_offload.config import LayerOptions, OffloadConfig, OffloadStrategy, WeightTransfer
 from diffusers_omni_offload.declarations import a_type
-
-logger = logging.getLogger(__name__)
+from diffusers_omni_offload.messages import logger
 
 STRATEGY_FLAGS: tuple[tuple[str, OffloadStrategy], ...] = (
     ("enable_distributed_layerwise_offload", OffloadStrategy.DISTRIBUTED_LAYERWISE),

@@ -18,6 +18,7 @@ from torch import nn
 
 from diffusers_omni_offload.config import OffloadConfig
 from diffusers_omni_offload.declarations import OFFLOAD_PLAN_ATTRIBUTE, OffloadPlan, Stored
+from diffusers_omni_offload.progress import progress
 from diffusers_omni_offload.registry import adapter_for
 from diffusers_omni_offload.topology.paths import MissingPathError, is_inside, lookup
 from diffusers_omni_offload.topology.resolver import resolve_offload_plan
@@ -89,13 +90,18 @@ def load_omni_pipeline(
     dits, plan = _declared(cls, index)
     mapped: dict[str, tuple[nn.Module, Sources]] = {}
     why: dict[str, str] = {}
-    for name in dict.fromkeys(dit.split(".")[0] for dit in dits):
-        if name in kwargs or not (isinstance(index.get(name), (list, tuple)) and index[name][0]):
-            continue
-        try:
-            mapped[name] = _load_mapped(name, folder, index[name], kwargs, _layouts(name, dits, plan))
-        except (_Unmapped, CheckpointError) as reason:
-            why[name] = str(reason)
+    names = [
+        name
+        for name in dict.fromkeys(dit.split(".")[0] for dit in dits)
+        if name not in kwargs and isinstance(index.get(name), (list, tuple)) and index[name][0]
+    ]
+    with progress("Mapping DiTs", len(names), unit="DiT") as bar:
+        for name in names:
+            try:
+                mapped[name] = _load_mapped(name, folder, index[name], kwargs, _layouts(name, dits, plan))
+            except (_Unmapped, CheckpointError) as reason:
+                why[name] = str(reason)
+            bar.advance(1)
     if why:
         warnings.warn(
             f"Some weights are loaded into memory, not read from the checkpoint. {_listed(why)}", stacklevel=2
@@ -271,17 +277,19 @@ def _finish(pipe: Any, sources: Mapping[str, Sources]) -> None:
     if not left:
         return
     blocks = _streamed_blocks(pipe)
-    for meta, places in left.values():
-        name, path = places[0]
-        source = sources[name][path]
-        is_streamed = all(any(is_inside(f"{name}.{path}", block) for block in blocks) for name, path in places)
-        with torch.inference_mode(False):
-            data = torch.empty(source.shape, dtype=source.dtype) if is_streamed else source.read()
-            new = nn.Parameter(data, meta.requires_grad) if isinstance(meta, nn.Parameter) else data
-        if is_streamed:
-            withhold(new, _why_withheld(f"{name}.{path}", source))
-        for name, path in places:
-            _set(getattr(pipe, name), path, new)
+    with progress("Loading weights", sum(meta.nbytes for meta, _ in left.values())) as bar:
+        for meta, places in left.values():
+            name, path = places[0]
+            source = sources[name][path]
+            is_streamed = all(any(is_inside(f"{name}.{path}", block) for block in blocks) for name, path in places)
+            with torch.inference_mode(False):
+                data = torch.empty(source.shape, dtype=source.dtype) if is_streamed else source.read()
+                new = nn.Parameter(data, meta.requires_grad) if isinstance(meta, nn.Parameter) else data
+            if is_streamed:
+                withhold(new, _why_withheld(f"{name}.{path}", source))
+            for name, path in places:
+                _set(getattr(pipe, name), path, new)
+            bar.advance(meta.nbytes)
 
 
 def _streamed_blocks(pipe: Any) -> list[str]:

@@ -1,5 +1,5 @@
-"""What the library says: its logger (one line where a user should know, on stderr, as loud as diffusers is set to be),
-and how it writes sizes."""
+"""What the library says: its logger (one line where a user should know, as loud as diffusers is set to be), and how it
+writes sizes."""
 
 from __future__ import annotations
 
@@ -7,28 +7,38 @@ import logging
 import sys
 
 from diffusers.utils import logging as diffusers_logging
+from diffusers.utils.distributed_utils import is_torch_dist_rank_zero
 
+#: Everything in the package says what it has to say here.
 logger = logging.getLogger("diffusers_omni_offload")
+
+#: The logger's level as long as nobody has set another: below all of them, so that the filter sees every message.
+_AS_DIFFUSERS = 1
+
+
+def _is_wanted(record: logging.LogRecord) -> bool:
+    """Whether diffusers' verbosity lets a message through. A level of the logger's own goes before that."""
+    if logger.level != _AS_DIFFUSERS:
+        return True
+    verbosity = diffusers_logging.get_verbosity()
+    # At diffusers' default (warnings) our few lines of information are shown.
+    return record.levelno >= (logging.INFO if verbosity == logging.WARNING else verbosity)
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to stderr unless the program handles logs itself, or diffusers' verbosity asks for errors only."""
+    """Writes to stderr, unless the program handles logs itself. Of several ranks all warn, and the first one informs."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if logging.getLogger().handlers or record.levelno < _threshold():
+        if logging.getLogger().handlers or (record.levelno < logging.WARNING and not is_torch_dist_rank_zero()):
             return
         print(f"omni offload: {record.getMessage()}", file=sys.stderr)
 
 
-def _threshold() -> int:
-    # At diffusers' default (warnings) our few lines of information are shown.
-    verbosity = diffusers_logging.get_verbosity()
-    return logging.INFO if verbosity <= logging.WARNING else verbosity
-
-
+logger.addFilter(_is_wanted)
 if not logger.handlers:
     logger.addHandler(_StderrHandler())
-    logger.setLevel(logging.INFO)
+if logger.level == logging.NOTSET:
+    logger.setLevel(_AS_DIFFUSERS)
 
 
 def format_bytes(nbytes: int) -> str:

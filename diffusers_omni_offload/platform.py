@@ -110,6 +110,17 @@ class Platform:
         return int(torch.accelerator.get_memory_info(self.device)[1])
 
     @property
+    def name(self) -> str:
+        """What the device calls itself."""
+        name: Callable[..., str] | None = getattr(self.module, "get_device_name", None)
+        return str(self.device) if name is None else name(self.device)
+
+    @property
+    def is_modelled(self) -> bool:
+        """Whether the device is simulated, so that its times come from a model."""
+        return bool(getattr(self.module, "is_modelled", False))
+
+    @property
     def registers_host_memory(self) -> bool:
         """Whether memory of our own can be page-locked in place, at its exact size."""
         return self.device.type == "cuda" or hasattr(self.module, "host_register")
@@ -242,6 +253,14 @@ class CpuPlatform(Platform):
         return host_memory().total_bytes
 
     @property
+    def name(self) -> str:
+        return "CPU"
+
+    @property
+    def is_modelled(self) -> bool:
+        return False
+
+    @property
     def registers_host_memory(self) -> bool:
         return False
 
@@ -260,22 +279,39 @@ def _read_int(path: Path) -> int | None:
     return None
 
 
+def _control_groups() -> Iterator[tuple[Path, Path]]:
+    """The files with limit and usage of the control groups that this process is in, and of those around them."""
+    versions = (
+        (Path("/sys/fs/cgroup"), "", "memory.max", "memory.current"),
+        (Path("/sys/fs/cgroup/memory"), "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    )
+    with contextlib.suppress(OSError):
+        lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+        for root, controller, limit, usage in versions:
+            for _, controllers, path in lines:
+                if controller in controllers.split(","):
+                    inner = root / path.lstrip("/")
+                    for folder in (inner, *inner.parents):
+                        if folder != root and folder.is_relative_to(root):
+                            yield folder / limit, folder / usage
+    for root, _, limit, usage in versions:
+        yield root / limit, root / usage
+
+
 def host_memory() -> HostMemory:
-    """Total and available host memory; a container's limit (cgroup v2 or v1) counts where it is the lower one."""
+    """Total and available host memory; a control group's limit (version 2 or 1), as of a container, counts where it is
+    the lower one."""
     page = os.sysconf("SC_PAGE_SIZE")
-    total = os.sysconf("SC_PHYS_PAGES") * page
+    total = machine = os.sysconf("SC_PHYS_PAGES") * page
     available = os.sysconf("SC_AVPHYS_PAGES") * page
     with contextlib.suppress(OSError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 available = int(line.split()[1]) * 1024
-    for limit_file, usage_file in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        limit, usage = _read_int(Path(limit_file)), _read_int(Path(usage_file))
-        if limit is not None and limit < total:
-            total = limit
+    for limit_file, usage_file in _control_groups():
+        limit, usage = _read_int(limit_file), _read_int(usage_file)
+        if limit is not None and limit < machine:
+            total = min(total, limit)
             available = min(available, max(0, limit - (usage or 0)))
     return HostMemory(total, available)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +16,10 @@ def _quiet_libraries() -> None:
     import diffusers.utils.logging
     import transformers.utils.logging
 
+    from diffusers_omni_offload.messages import logger
+
+    # What this package says is tested.
+    logger.setLevel(logging.INFO)
     diffusers.utils.logging.set_verbosity_error()
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import logging
 import multiprocessing
 import os
 import pickle
@@ -278,10 +279,12 @@ def prepare(device: DeviceName) -> None:
     import torch
     import transformers.utils.logging
 
+    from diffusers_omni_offload.messages import logger
     from tests import simdevice
     from tests.simdevice.collectives import install_collectives
 
     torch.set_num_threads(1)
+    logger.setLevel(logging.INFO)
     for library in (diffusers.utils.logging, transformers.utils.logging):
         library.set_verbosity_error()
         library.disable_progress_bar()

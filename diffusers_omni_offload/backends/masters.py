@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from diffusers.utils import logging as diffusers_logging
 from torch import nn
 
 from diffusers_omni_offload.backends.sharing import shared_leaves
+from diffusers_omni_offload.messages import format_bytes
 from diffusers_omni_offload.platform import return_freed_host_memory
+from diffusers_omni_offload.progress import SILENT, Bar, progress
 from diffusers_omni_offload.topology.plan import ResolvedPlan
 from diffusers_omni_offload.weights.bitsandbytes import put_in_order
 from diffusers_omni_offload.weights.leaves import Leaf, distinct_leaves, move_back, require_plain
@@ -114,14 +115,19 @@ class Masters:
         self._elsewhere = elsewhere
         for unit in units:
             undo.callback(move_wrappers_back, _settle(unit))
-        shared = shared_leaves([unit.leaves() for unit in units], elsewhere())
+        found = [unit.leaves() for unit in units]
+        shared = shared_leaves(found, elsewhere())
         self._shared_ids.update(id(leaf.tensor) for leaf in shared)
-        with _progress(len(units)) as advance:
-            for unit in units:
+        done = pinned = 0
+        with progress("Packing weights", sum(map(_nbytes, found))) as bar:
+            for unit, leaves in zip(units, found, strict=True):
                 master = self._making.make(unit, partial(unit.leaves, self._shared_ids))
                 self._units[unit.module] = (unit, master)
-                _pack(master, undo)
-                advance()
+                done += _nbytes(leaves)
+                _pack(master, undo, bar)
+                pinned += master.host_nbytes * master.is_pinned
+                bar.note(f"{format_bytes(pinned)} pinned")
+                bar.reach(done)
         if shared:
             self.shared = self._making.make_shared(lambda: shared)
             _pack(self.shared, undo)
@@ -163,9 +169,13 @@ class Masters:
             for master in self
             if master is not other
         )
-        for master in stale:
-            master.pack(in_place=in_place)
-            return_freed_host_memory()
+        done = 0
+        with progress("Packing changed weights", sum(master.nbytes for master in stale)) as bar:
+            for master in stale:
+                done += master.nbytes
+                master.pack(in_place=in_place, bar=bar)
+                bar.reach(done)
+                return_freed_host_memory()
 
     def remove(self, module: nn.Module) -> None:
         """Let one go: its leaves stay views of the host buffer, which isn't locked any more."""
@@ -183,14 +193,12 @@ def _settle(unit: Unit, held: AbstractSet[int] = frozenset()) -> list[Home]:
     return move_wrappers((module for _, module in unit.named_modules()), torch.device("cpu"), held)
 
 
-def _pack(master: Master, undo: ExitStack) -> None:
+def _nbytes(leaves: Sequence[Leaf]) -> int:
+    return sum(leaf.nbytes for leaf in leaves)
+
+
+def _pack(master: Master, undo: ExitStack, bar: Bar = SILENT) -> None:
     undo.callback(move_back, [(leaf.tensor, leaf.tensor.device) for leaf in master.find()])
     undo.callback(master.abandon)
-    master.pack()
+    master.pack(bar=bar)
     return_freed_host_memory()
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[], Any]]:
-    with diffusers_logging.tqdm(total=total, desc="Packing weights", unit="unit", leave=False) as bar:
-        yield lambda: bar.update(1)

@@ -13,11 +13,22 @@ RatesSource = Literal["measured", "profile", "given", "assumed"]
 
 @dataclass(frozen=True)
 class BlockCost:
-    """One block: packed bytes, which a load moves and a slot has to hold, and seconds of compute in one forward; 0 if
-    unknown."""
+    """One block.
+
+    Attributes:
+        nbytes: packed bytes, which a load moves and a slot has to hold.
+        seconds: compute in one forward; 0 if unknown.
+        kept_nbytes: device bytes while it is resident, each of its leaves an allocation; 0 if that is `nbytes`.
+    """
 
     nbytes: int
     seconds: float = 0.0
+    kept_nbytes: int = 0
+
+    @property
+    def resident_nbytes(self) -> int:
+        """Device bytes while it is resident."""
+        return self.kept_nbytes or self.nbytes
 
 
 @dataclass(frozen=True)
@@ -35,7 +46,7 @@ class ComponentCost:
         may_keep_blocks: whether some of its blocks may stay on the device while others are streamed.
         may_swap: whether it can be moved as a whole.
         seconds: compute of one forward outside of `blocks`; 0 if unknown.
-        forwards: how often it runs in a call.
+        forwards: how often it runs in a call; 1 for a VAE that only decodes.
         activation_nbytes: device bytes beside weights at the most, while it runs.
         dtypes: bytes by dtype, such as `{"bfloat16": 1024}`.
         parameters: number of parameters.
@@ -82,12 +93,15 @@ class Problem:
         rates: the link.
         device_nbytes: device bytes that weights and activations may take together.
         host_nbytes: host bytes that offloaded weights may take; None for no limit.
+        total_nbytes: the device's memory. Where more than half of it is taken, slots and swapped components are given
+            back before a VAE runs; None if unknown: then nobody counts on that.
     """
 
     components: tuple[ComponentCost, ...]
     rates: Rates
     device_nbytes: int
     host_nbytes: int | None = None
+    total_nbytes: int | None = None
 
     def component(self, path: str) -> ComponentCost:
         """The component at `path`. KeyError if there is none."""

@@ -11,6 +11,7 @@ import torch
 
 from diffusers_omni_offload.messages import format_bytes, logger
 from diffusers_omni_offload.platform import Platform, Stream
+from diffusers_omni_offload.progress import progress
 from diffusers_omni_offload.streaming.slots import Slot
 from diffusers_omni_offload.streaming.staging import Staging
 from diffusers_omni_offload.weights.checkpoint import CheckpointError, CheckpointFile
@@ -162,13 +163,15 @@ class FromPageCache:
 
     def _lock(self, runs: dict[CheckpointFile, list[Run]], pages: dict[CheckpointFile, LockedPages]) -> str | None:
         """Lock runs until one is refused; the reason is returned."""
-        for file, wanted in runs.items():
-            locked = pages[file] = LockedPages(self._platform, file)
-            why = self._platform.why_no_files(locked.address + wanted[0][0])
-            for start, stop in wanted:
-                why = why or locked.lock(start, stop)
-                if why is not None:
-                    return why
+        with progress("Pinning files", sum(stop - start for wanted in runs.values() for start, stop in wanted)) as bar:
+            for file, wanted in runs.items():
+                locked = pages[file] = LockedPages(self._platform, file)
+                why = self._platform.why_no_files(locked.address + wanted[0][0])
+                for start, stop in wanted:
+                    why = why or locked.lock(start, stop)
+                    if why is not None:
+                        return why
+                    bar.advance(stop - start)
         return None
 
     def _report(self, masters: Sequence[Master], why: str | None) -> None:

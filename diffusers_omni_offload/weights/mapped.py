@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
+from diffusers_omni_offload.progress import SILENT, Bar
 from diffusers_omni_offload.weights.checkpoint import CheckpointFile
 from diffusers_omni_offload.weights.leaves import Leaf, copy_with_strides, place_apart, require_plain, span_bytes
 from diffusers_omni_offload.weights.master import Master
@@ -65,7 +66,7 @@ class MappedMaster(Master):
         self._source.read_into(target, start)
 
     @torch.inference_mode(False)
-    def pack(self, *, in_place: bool = True) -> None:
+    def pack(self, *, in_place: bool = True, bar: Bar = SILENT) -> None:
         """Take the leaves as they are now. No bytes are copied but those of leaves that aren't the files' any more.
 
         Raises:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from diffusers_omni_offload.progress import SILENT, Bar
 from diffusers_omni_offload.weights.kinds import wrappers_of
 from diffusers_omni_offload.weights.leaves import Leaf, Placement, plainly
 from diffusers_omni_offload.weights.snapshot import Snapshot
@@ -54,11 +55,12 @@ class Master(ABC):
     # ------------------------------------------------------------------ what each kind does in its own way
 
     @abstractmethod
-    def pack(self, *, in_place: bool = True) -> None:
+    def pack(self, *, in_place: bool = True, bar: Bar = SILENT) -> None:
         """Take the leaves as they are now; what is new or was replaced is read from where it is.
 
         Args:
             in_place: whether bytes that are there may be overwritten, where the geometry stayed.
+            bar: hears of bytes that were copied, as far as that is worth telling.
 
         Raises:
             TypeError, ValueError: a leaf can't be packed (`require_plain`); nothing was changed.

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from diffusers_omni_offload.platform import Platform, return_freed_host_memory
+from diffusers_omni_offload.progress import SILENT, Bar
 from diffusers_omni_offload.weights.leaves import Layout, Leaf, Placement, plainly, require_plain
 from diffusers_omni_offload.weights.master import Master, view_in_mode
 from diffusers_omni_offload.weights.pinning import HostBuffer, PinnedBudget
@@ -56,14 +57,14 @@ class PackedMaster(Master):
         return 0 if self._buffer is None else self._buffer.nbytes
 
     @torch.inference_mode(False)
-    def pack(self, *, in_place: bool = True) -> None:
+    def pack(self, *, in_place: bool = True, bar: Bar = SILENT) -> None:
         leaves = self.find()
         for leaf in leaves:
             require_plain(leaf)
         self._plainly = plainly(leaf.tensor for leaf in leaves)
         with self._plainly():
             if not in_place or not self._take_in_place([leaf.tensor for leaf in leaves]):
-                self._take_anew(leaves)
+                self._take_anew(leaves, bar)
         self._watch(leaves)
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -119,7 +120,7 @@ class PackedMaster(Master):
         Layout([tensor]).copy_to(self.host[p.offset : p.offset + p.nbytes])
         tensor.data = view
 
-    def _take_anew(self, leaves: list[Leaf]) -> None:
+    def _take_anew(self, leaves: list[Leaf], bar: Bar) -> None:
         """Pack the leaves into a buffer of their own."""
         tensors = [leaf.tensor for leaf in leaves]
         layout = Layout(tensors)
@@ -141,12 +142,13 @@ class PackedMaster(Master):
             tensor, view = binding[index]
             tensor.data = view
             freed += layout.placements[index].nbytes
+            bar.advance(layout.placements[index].nbytes)
             if freed > _TRIM_BYTES:
                 freed = 0
                 return_freed_host_memory()
 
         layout.copy_to(buffer.bytes, arrived)
-        buffer.pin()
+        buffer.pin(bar)
         self._know(leaves, layout.placements, layout.nbytes, binding)
         self._places = {id(tensor): (view, p) for (tensor, view), p in zip(binding, layout.placements, strict=True)}
         self._is_disjoint, self._buffer = layout.is_disjoint, buffer

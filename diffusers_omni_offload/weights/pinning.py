@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from diffusers_omni_offload.platform import Platform, host_memory
+from diffusers_omni_offload.progress import SILENT, Bar
 
 #: Share of host memory that is never page-locked: the system, the page cache and the Python heap live there.
 _RESERVED_SHARE = 0.1
@@ -69,9 +70,12 @@ class HostBuffer:
         platform: where the copies go to.
         budget: what may be page-locked.
         pin: whether to lock the pages now; `pin()` does it later. Where torch's allocator locks them it is always now.
+        bar: says so meanwhile.
     """
 
-    def __init__(self, nbytes: int, platform: Platform, budget: PinnedBudget, *, pin: bool = True) -> None:
+    def __init__(
+        self, nbytes: int, platform: Platform, budget: PinnedBudget, *, pin: bool = True, bar: Bar = SILENT
+    ) -> None:
         self.nbytes = nbytes
         self._platform, self._budget = platform, budget
         self.is_pinned = False
@@ -82,7 +86,7 @@ class HostBuffer:
         self._memory = mmap.mmap(-1, max(nbytes, 1))
         self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8, count=max(nbytes, 1))[:nbytes]
         if pin:
-            self.pin()
+            self.pin(bar)
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
         """Bytes [offset, offset + nbytes) as a uint8 tensor that has a storage of its own, of just that size.
@@ -97,10 +101,10 @@ class HostBuffer:
             return torch.frombuffer(source, dtype=torch.uint8, count=nbytes, offset=offset)
         return torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes, offset=offset)
 
-    def pin(self) -> None:
-        """Lock the pages, where the platform and the budget allow it."""
+    def pin(self, bar: Bar = SILENT) -> None:
+        """Lock the pages, where the platform and the budget allow it; `bar` says so meanwhile."""
         if self._platform.registers_host_memory and self.nbytes and not self.is_pinned:
-            self._register(self._platform, self._budget)
+            self._register(self._platform, self._budget, bar)
 
     def unpin(self) -> None:
         """Release the page lock; the last copy from here has to be over. The memory and its tensors stay."""
@@ -109,12 +113,13 @@ class HostBuffer:
         if self._unpin is not None:
             self._unpin()
 
-    def _register(self, platform: Platform, budget: PinnedBudget) -> None:
+    def _register(self, platform: Platform, budget: PinnedBudget, bar: Bar) -> None:
         if budget.refusal is not None or not budget.take(self.nbytes):
             return
         pointer = self.bytes.data_ptr()
         try:
-            platform.register_host_memory(pointer, self.nbytes)
+            with bar.meanwhile("Pinning weights"):
+                platform.register_host_memory(pointer, self.nbytes)
         except (RuntimeError, torch.OutOfMemoryError) as error:
             budget.refuse(self.nbytes, error)
             return

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from diffusers_omni_offload.platform import Platform
+from diffusers_omni_offload.progress import SILENT, Bar
 from diffusers_omni_offload.weights.leaves import (
     ALIGNMENT,
     Leaf,
@@ -155,7 +156,7 @@ class ShardedMaster(Master):
         return not self.is_committed or super().is_current()
 
     @torch.inference_mode(False)
-    def pack(self, *, in_place: bool = True) -> None:
+    def pack(self, *, in_place: bool = True, bar: Bar = SILENT) -> None:
         """Take this rank's share of the leaves, which stay as they are until `commit`.
 
         Raises:
@@ -177,7 +178,7 @@ class ShardedMaster(Master):
         self.sharding = self._share(nbytes)
         if self._buffer is not None:
             self._buffer.unpin()
-        self._buffer = HostBuffer(self.sharding.shard_nbytes, self._platform, self._budget)
+        self._buffer = HostBuffer(self.sharding.shard_nbytes, self._platform, self._budget, bar=bar)
         rank, ranks = self.sharding.rank, self.sharding.ranks
         own = following = 0
         for shard_start, start, size in self.sharding.pieces(rank):

@@ -71,6 +71,8 @@ def _add_device_functions(module: Any, library: ctypes.CDLL, index_of: Any) -> N
     module.set_device = lambda which: torch.accelerator.set_device_index(index_of(which))
     module.synchronize = lambda which=None: torch.accelerator.synchronize(index_of(which))
     module.device = device
+    module.get_device_name = lambda which=None: "simulated device (modelled)"
+    module.is_modelled = True
     module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
     module.is_bf16_supported = lambda *args: True
 

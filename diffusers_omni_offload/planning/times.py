@@ -1,0 +1,154 @@
+"""How long forwards and blocks took, and what they waited for, in a recording."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+from statistics import median
+
+from diffusers_omni_offload.planning.measured import owner
+from diffusers_omni_offload.streaming.recording import Span
+
+
+@dataclass(frozen=True)
+class ForwardTimes:
+    """One forward of a component, in seconds and bytes.
+
+    Attributes:
+        component: its path.
+        number: how many of its forwards were recorded before.
+        begin: when it began.
+        end: when it was over.
+        wait_seconds: what the compute waited for blocks.
+        copy_seconds: how long there was a copy or a gather meanwhile.
+        loads: copies and gathers that were issued in it.
+        moved_nbytes: bytes of those.
+    """
+
+    component: str
+    number: int
+    begin: float
+    end: float
+    wait_seconds: float
+    copy_seconds: float
+    loads: int
+    moved_nbytes: int
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end - self.begin
+
+    @property
+    def compute_seconds(self) -> float:
+        """All of it but the waits."""
+        return self.seconds - self.wait_seconds
+
+
+@dataclass(frozen=True)
+class BlockTimes:
+    """One block over all of the recording; times are medians, in seconds.
+
+    Attributes:
+        path: its path.
+        runs: how often it computed.
+        compute_seconds: one forward.
+        wait_seconds: what the compute waited for it.
+        loads: how often it came to the device.
+        copy_seconds: one copy, or gather.
+        nbytes: bytes of one copy, or gather.
+    """
+
+    path: str
+    runs: int
+    compute_seconds: float
+    wait_seconds: float
+    loads: int
+    copy_seconds: float
+    nbytes: int
+
+
+def forward_times(spans: Sequence[Span], components: Collection[str]) -> Iterator[ForwardTimes]:
+    """The forwards in a recording, in the order in which they began.
+
+    Args:
+        spans: the recording, by begin.
+        components: paths of its components.
+    """
+    owners = {name: owner(name, components) for name in {span.name for span in spans}}
+    moves = [span for span in spans if span.lane in ("copy", "gather")]
+    waits = [span for span in spans if span.lane == "wait"]
+    issued: dict[tuple[str | None, int], list[Span]] = {}
+    for span in moves:
+        issued.setdefault((owners[span.name], span.forward), []).append(span)
+    counts: Counter[str] = Counter()
+    for whole in spans:
+        if whole.lane == "component":
+            mine = issued.get((whole.name, whole.forward), [])
+            yield ForwardTimes(
+                component=whole.name,
+                number=counts[whole.name],
+                begin=whole.begin,
+                end=whole.end,
+                wait_seconds=covered(waits, whole),
+                copy_seconds=covered(moves, whole),
+                loads=len(mine),
+                moved_nbytes=sum(span.nbytes for span in mine),
+            )
+            counts[whole.name] += 1
+
+
+def block_times(spans: Sequence[Span]) -> tuple[BlockTimes, ...]:
+    """The blocks in a recording, in the order in which they first ran.
+
+    Args:
+        spans: the recording, by begin.
+    """
+    by_block: dict[str, list[Span]] = {span.name: [] for span in spans if span.lane == "compute"}
+    for span in spans:
+        if span.name in by_block:
+            by_block[span.name].append(span)
+    return tuple(_block_times(path, mine) for path, mine in by_block.items())
+
+
+def covered(spans: Iterable[Span], within: Span | None = None) -> float:
+    """Seconds in which there was at least one of `spans`.
+
+    Args:
+        spans: by their begin.
+        within: only what lies in this one counts.
+    """
+    seconds, until = 0.0, -inf if within is None else within.begin
+    last = inf if within is None else within.end
+    for span in spans:
+        begin, end = max(span.begin, until), min(span.end, last)
+        if end > begin:
+            seconds += end - begin
+            until = end
+    return seconds
+
+
+def _block_times(path: str, spans: Sequence[Span]) -> BlockTimes:
+    lanes: dict[str, list[float]] = {"compute": [], "wait": [], "move": []}
+    for span in spans:
+        lanes["move" if span.lane in ("copy", "gather") else span.lane].append(span.seconds)
+    medians = {lane: median(times) if times else 0.0 for lane, times in lanes.items()}
+    return BlockTimes(
+        path=path,
+        runs=len(lanes["compute"]),
+        compute_seconds=medians["compute"],
+        wait_seconds=medians["wait"],
+        loads=len(lanes["move"]),
+        copy_seconds=medians["move"],
+        nbytes=max(span.nbytes for span in spans),
+    )
+
+
+def format_seconds(seconds: float) -> str:
+    """`seconds` in the largest unit (s, ms, µs) that gives at least 1."""
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        if seconds * scale >= 1:
+            return f"{seconds * scale:.0f} {unit}" if seconds * scale >= 100 else f"{seconds * scale:.3g} {unit}"
+    return "0 s"

@@ -1,0 +1,320 @@
+"""A trace: what happened on the device while it was recorded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from diffusers_omni_offload.messages import format_bytes
+from diffusers_omni_offload.planning.measured import Measured, link_rate, measure, owner
+from diffusers_omni_offload.planning.times import (
+    BlockTimes,
+    ForwardTimes,
+    block_times,
+    covered,
+    format_seconds,
+    forward_times,
+)
+from diffusers_omni_offload.plots import plot_spans
+from diffusers_omni_offload.streaming.recording import Lane, MemorySample, Span
+from diffusers_omni_offload.tables import Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_THREADS: dict[Lane, str] = {
+    "component": "components",
+    "compute": "compute",
+    "wait": "wait for weights",
+    "copy": "copy",
+    "gather": "gather",
+}
+"""Lanes as Perfetto shows them, from top to bottom."""
+
+#: The share of a forward from which on its waits are more than a little.
+NOTICEABLE_WAIT = 0.05
+
+
+class Trace:
+    """What happened while `with handle.trace() as trace:` was open; empty until the body has ended.
+
+    Args:
+        device: the name of the device that is recorded.
+        is_modelled: whether the device is simulated, so that its times come from a model.
+
+    Attributes:
+        device: the name of the device.
+        figures: what the times are, "measured" or "modelled".
+        spans: stretches of time, by their begin.
+        memory: samples of allocated device memory, by time.
+    """
+
+    def __init__(self, device: str, *, is_modelled: bool = False) -> None:
+        self.device = device
+        self.figures = "modelled" if is_modelled else "measured"
+        self.spans: tuple[Span, ...] = ()
+        self.memory: tuple[MemorySample, ...] = ()
+        self._forwards: tuple[ForwardTimes, ...] = ()
+
+    def _fill(self, spans: Sequence[Span], memory: Sequence[MemorySample]) -> None:
+        """The recording has ended."""
+        self.spans = tuple(sorted(spans, key=lambda span: (span.begin, -span.end)))
+        self.memory = tuple(sorted(memory, key=lambda sample: sample.at))
+        self._forwards = ()
+
+    @property
+    def seconds(self) -> float:
+        """From the begin of the first span to the end of the last one."""
+        return max((s.end for s in self.spans), default=0.0) - min((s.begin for s in self.spans), default=0.0)
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        """Paths of the components that ran, in the order in which they began."""
+        return tuple(dict.fromkeys(span.name for span in self.spans if span.lane == "component"))
+
+    @property
+    def wait_seconds(self) -> float:
+        """How long the compute waited for blocks."""
+        return sum(span.seconds for span in self.spans if span.lane == "wait")
+
+    @property
+    def moved_nbytes(self) -> int:
+        """Bytes of all copies and gathers."""
+        return sum(span.nbytes for span in self.spans)
+
+    @property
+    def peak_nbytes(self) -> int:
+        """Allocated device bytes at the most, as far as there are samples; 0 without any."""
+        return max((sample.nbytes for sample in self.memory), default=0)
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        """Rate of the copies from the host; 0 if there were none."""
+        return link_rate(self.spans)
+
+    @property
+    def busy(self) -> Mapping[str, float]:
+        """Shares of `seconds`: "compute" (forwards without their waits), "copy" and "gather"."""
+        if not self.seconds:
+            return {"compute": 0.0, "copy": 0.0, "gather": 0.0}
+        forwards = covered(span for span in self.spans if span.lane in ("component", "compute", "wait"))
+        waits = covered(span for span in self.spans if span.lane == "wait")
+        moving = {lane: covered(span for span in self.spans if span.lane == lane) for lane in ("copy", "gather")}
+        times = {"compute": forwards - waits, **moving}
+        return {name: seconds / self.seconds for name, seconds in times.items()}
+
+    def forwards(self, component: str | None = None) -> tuple[ForwardTimes, ...]:
+        """The forwards of one component, or of all, in the order in which they began.
+
+        Args:
+            component: its path.
+        """
+        if not self._forwards:
+            self._forwards = tuple(forward_times(self.spans, self.components))
+        return tuple(forward for forward in self._forwards if component in (None, forward.component))
+
+    def blocks(self, component: str | None = None) -> tuple[BlockTimes, ...]:
+        """The blocks of one component, or of all, in the order in which they first ran.
+
+        Args:
+            component: its path.
+        """
+        return tuple(
+            block
+            for block in block_times(self.spans)
+            if component is None or owner(block.path, self.components) == component
+        )
+
+    def steady_forward(self, component: str | None = None) -> ForwardTimes:
+        """A forward of ordinary length, not the first one if there are more.
+
+        Args:
+            component: its path; the one with the most blocks if None.
+
+        Raises:
+            ValueError: no forward was recorded.
+        """
+        if component is None:
+            counts = {path: len(self.blocks(path)) for path in self.components}
+            component = max(counts, key=lambda path: counts[path], default=None)
+        forwards = self.forwards(component) if component is not None else ()
+        if not forwards:
+            what = f"No forward of {component!r}" if component is not None else "No forward"
+            raise ValueError(
+                f"{what} was recorded. Recorded are {', '.join(self.components) or 'none'}; run the pipeline inside of "
+                "`with handle.trace() as trace:`."
+            )
+        steady = sorted(forwards[1 if len(forwards) > 1 else 0 :], key=lambda forward: forward.seconds)
+        return steady[(len(steady) - 1) // 2]
+
+    def measured(self, blocks: Mapping[str, Sequence[str]] | None = None) -> Measured:
+        """The figures that a plan is made of; see `planning.measured.measure`."""
+        return measure(self.spans, blocks, peak_nbytes=self.peak_nbytes)
+
+    def summary(self) -> Table:
+        """A row for each component that ran, and what the trace comes to below."""
+        headers = ("component", "forwards", f"forward ({self.figures})", "compute", "waits", "loads", "copied", "bound")
+        rows = []
+        for path in self.components:
+            steady = self.steady_forward(path)
+            loads = [span for span in self._moves() if owner(span.name, self.components) == path]
+            rows.append(
+                (
+                    path,
+                    str(len(self.forwards(path))),
+                    *map(format_seconds, (steady.seconds, steady.compute_seconds, steady.wait_seconds)),
+                    str(len(loads)),
+                    format_bytes(sum(span.nbytes for span in loads)),
+                    bound(steady.wait_seconds, steady.seconds),
+                )
+            )
+        return Table(f"Trace of {self.device}", headers, rows, self._notes(), left_end=1)
+
+    def block_table(self, component: str | None = None) -> Table:
+        """A row for each block; times are medians.
+
+        Args:
+            component: path of the component whose blocks are shown; of all if None.
+        """
+        headers = ("block", "runs", f"compute ({self.figures})", "wait", "loads", "copy", "bytes")
+        rows = [
+            (
+                block.path,
+                str(block.runs),
+                format_seconds(block.compute_seconds),
+                format_seconds(block.wait_seconds),
+                str(block.loads),
+                format_seconds(block.copy_seconds) if block.loads else "resident",
+                format_bytes(block.nbytes) if block.loads else "",
+            )
+            for block in self.blocks(component)
+        ]
+        return Table(f"Blocks on {self.device}", headers, rows)
+
+    def plot(
+        self,
+        component: str | None = None,
+        forward: int | None = None,
+        *,
+        title: str | None = None,
+        whole: bool = False,
+    ) -> Figure:
+        """Lanes of compute, waits, copies and gathers over one forward, and device memory below.
+
+        Args:
+            component: path of the component; the one with the most blocks if None.
+            forward: which of its forwards, the first is 0; one of ordinary length if None.
+            title: a line above; what the forward took if None.
+            whole: draw all of the recording.
+
+        Raises:
+            ImportError: matplotlib isn't installed.
+            ValueError: the forward wasn't recorded.
+        """
+        if whole:
+            return plot_spans(
+                self.spans, self.memory, title=str(self) if title is None else title, figures=self.figures
+            )
+        chosen = self.steady_forward(component)
+        if forward is not None:
+            forwards = self.forwards(chosen.component)
+            if not 0 <= forward < len(forwards):
+                raise ValueError(
+                    f"forward={forward} of {chosen.component!r} wasn't recorded; there are those from 0 to "
+                    f"{len(forwards) - 1}."
+                )
+            chosen = forwards[forward]
+        if title is None:
+            title = (
+                f"{chosen.component}, forward {chosen.number} on {self.device}: {format_seconds(chosen.seconds)}, "
+                f"{chosen.wait_seconds / max(chosen.seconds, 1e-12):.0%} of it waits for weights"
+            )
+        return plot_spans(
+            self.spans, self.memory, begin=chosen.begin, end=chosen.end, title=title, figures=self.figures
+        )
+
+    def save(self, path: str | Path) -> Path:
+        """Write the trace as JSON that https://ui.perfetto.dev and chrome://tracing open.
+
+        Args:
+            path: the file; it is replaced if it exists.
+
+        Returns:
+            The file.
+        """
+        path = Path(path)
+        path.write_text(json.dumps(self.to_dict()), encoding="utf-8")
+        return path
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `save` writes: trace events, with times in microseconds."""
+        name = f"omni offload on {self.device} (times are {self.figures})"
+        events: list[dict[str, Any]] = [_note("process_name", 0, {"name": name})]
+        threads = {lane: number for number, lane in enumerate(_THREADS, start=1)}
+        for lane in dict.fromkeys(span.lane for span in self.spans):
+            events.append(_note("thread_name", threads[lane], {"name": _THREADS[lane]}))
+            events.append(_note("thread_sort_index", threads[lane], {"sort_index": threads[lane]}))
+        for span in self.spans:
+            # Whole nanoseconds: ends that are rounded apart from their begins would overlap with what comes next.
+            begin, end = round(span.begin * 1e9), round(span.end * 1e9)
+            details = {"forward": span.forward, **({"bytes": span.nbytes} if span.nbytes else {})}
+            events.append(
+                {
+                    "ph": "X",
+                    "name": span.name,
+                    "cat": span.lane,
+                    "pid": 0,
+                    "tid": threads[span.lane],
+                    "ts": begin / 1e3,
+                    "dur": (end - begin) / 1e3,
+                    "args": details,
+                }
+            )
+        for sample in self.memory:
+            at = round(sample.at * 1e9) / 1e3
+            counter = {"ph": "C", "name": "device memory", "pid": 0, "tid": 0, "ts": at}
+            events.append({**counter, "args": {"allocated bytes": sample.nbytes}})
+        return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+    def __str__(self) -> str:
+        if not self.spans:
+            return f"Trace of {self.device}: empty"
+        busy = self.busy
+        return (
+            f"Trace of {self.device}: {format_seconds(self.seconds)} ({self.figures}), {busy['compute']:.0%} of it "
+            f"compute and {busy['copy'] + busy['gather']:.0%} copies, {format_seconds(self.wait_seconds)} of waits"
+        )
+
+    def __repr__(self) -> str:
+        return f"<{self}>"
+
+    def __rich__(self) -> Any:
+        return self.summary().__rich__()
+
+    def _repr_html_(self) -> str:
+        return self.summary()._repr_html_()
+
+    def _notes(self) -> list[str]:
+        notes = [str(self)]
+        if self.link_bytes_per_s:
+            notes.append(
+                f"Link: {self.link_bytes_per_s / 1e9:.3g} GB/s while it copied, {format_bytes(self.moved_nbytes)}"
+            )
+        if self.memory:
+            notes.append(f"Device memory: {format_bytes(self.peak_nbytes)} at the most where it was looked at")
+        return notes
+
+    def _moves(self) -> list[Span]:
+        return [span for span in self.spans if span.lane in ("copy", "gather")]
+
+
+def bound(wait_seconds: float, seconds: float) -> str:
+    """What set the time of a forward: "transfer" if the compute waited for more than a little of it, or "compute"."""
+    return "transfer" if wait_seconds > NOTICEABLE_WAIT * seconds else "compute"
+
+
+def _note(name: str, thread: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """An event that names what other events are in."""
+    return {"ph": "M", "name": name, "pid": 0, "tid": thread, "args": arguments}
