@@ -10,7 +10,6 @@ import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -230,18 +229,23 @@ def a_stage_is_given_up_before_it_was_entered() -> None:
     assert simdevice.hazards() == [], f"simdevice: {simdevice.hazards()}"
 
 
-def times_are_read_when_they_are_there(which: str) -> None:
+def times_are_read_when_they_are_there() -> None:
     """CUDA refuses the time between events that haven't happened yet; the simulated device's events are made to."""
+    assert len(_recorder_of_four().spans()) == 4
+
+
+def so_are_those_of_memory() -> None:
+    assert len(_recorder_of_four().memory()) == 12
+
+
+def _recorder_of_four() -> Recorder:
     simdevice.configure(**COMPUTE_BOUND)
     device = torch.device("sim", 0)
     recorder = Recorder(_StrictPlatform(device))
     matrix = torch.ones(64, 64, device=device)
     for _ in range(4):
         recorder.run_component("dit", torch.mm, (matrix, matrix), {})
-    if which == "spans":
-        assert len(recorder.spans()) == 4
-    else:
-        assert len(recorder.memory()) == 12
+    return recorder
 
 
 def recorded_blocks_wait_for_their_bytes() -> None:
@@ -283,17 +287,11 @@ SCENARIOS: dict[Site, Callable[[], None]] = {
     Site(
         "diffusers_omni_offload/streaming/slots.py", "Slot.__init__", 0, "self.free.record(self.stream)"
     ): slots_are_allocated_anew,
-    Site(RECORDER, "Recorder.spans", 0, "self._platform.synchronize()"): partial(
-        times_are_read_when_they_are_there, "spans"
-    ),
-    Site(RECORDER, "Recorder.memory", 0, "self._platform.synchronize()"): partial(
-        times_are_read_when_they_are_there, "memory"
-    ),
+    Site(RECORDER, "Recorder.spans", 0, "self._platform.synchronize()"): times_are_read_when_they_are_there,
+    Site(RECORDER, "Recorder.memory", 0, "self._platform.synchronize()"): so_are_those_of_memory,
     Site(RECORDER, "Recorder._mark", 0, "event.record(stream)"): the_verdict_follows_the_rates,
-    Site(RECORDER, "Recorder.wait", 0, "stream.wait_event(ready)"): recorded_blocks_wait_for_their_bytes,
-    Site(
-        RECORDER, "Recorder.load", 0, "copies.wait_event(slot.free)"
-    ): a_recorded_copy_is_as_long_as_its_bytes_take,
+    Site(RECORDER, "Recorder.enter_when", 0, "stream.wait_event(ready)"): recorded_blocks_wait_for_their_bytes,
+    Site(RECORDER, "Recorder.load", 0, "copies.wait_event(slot.free)"): a_recorded_copy_is_as_long_as_its_bytes_take,
     Site(STREAMER, "Streamer.wait_for_copies", 0, "self._copies.synchronize()"): weights_are_edited_after_a_call,
     Site(
         "diffusers_omni_offload/streaming/slots.py", "Slot.tell_allocator", 0, "self.buffer.record_stream(stream)"

@@ -48,7 +48,7 @@ class Recorder:
 
     # ------------------------------------------------------------------ blocks; called at every one of them
 
-    def wait(self, path: str, stream: Stream, ready: Event) -> None:
+    def enter_when(self, path: str, stream: Stream, ready: Event) -> None:
         """Let `stream` wait for a block's bytes, and record for how long it does: the block is entered."""
         before = self._mark(stream)
         stream.wait_event(ready)

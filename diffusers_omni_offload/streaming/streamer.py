@@ -153,7 +153,7 @@ class Streamer:
             if self.recorder is None:
                 stream.wait_event(slot.ready)
             else:
-                self.recorder.wait(self._paths[block], stream, slot.ready)
+                self.recorder.enter_when(self._paths[block], stream, slot.ready)
             slot.users += 1
         elif self.recorder is not None:
             self.recorder.enter(self._paths[block], self.platform.current_stream())
