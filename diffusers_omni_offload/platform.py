@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +93,18 @@ class Platform:
         reserved = torch.accelerator.memory_reserved(self.device)
         return int(free) + max(0, int(reserved) - int(torch.accelerator.memory_allocated(self.device)))
 
+    def allocated_bytes(self) -> int:
+        """Bytes that this process's tensors take on the device."""
+        return int(torch.accelerator.memory_allocated(self.device))
+
+    def peak_bytes(self) -> int:
+        """The most that `allocated_bytes` was since `restart_peak`."""
+        return int(torch.accelerator.max_memory_allocated(self.device))
+
+    def restart_peak(self) -> None:
+        """Count `peak_bytes` anew; it is torch's own count."""
+        torch.accelerator.reset_peak_memory_stats(self.device)
+
     def total_bytes(self) -> int:
         """Size of the device's memory in bytes."""
         return int(torch.accelerator.get_memory_info(self.device)[1])
@@ -172,11 +185,19 @@ def _forget_cuda_error() -> None:
             getattr(ctypes.CDLL(None), name)()
 
 
-class _NoEvent:
-    def record(self, stream: Any = None) -> None: ...
+class _HostEvent:
+    """What was issued before is done, so all there is to note is the time."""
 
-    def elapsed_time(self, other: Any) -> float:
-        return 0.0
+    __slots__ = ("_seconds",)
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        self._seconds = time.perf_counter()
+
+    def elapsed_time(self, other: _HostEvent) -> float:
+        return 1e3 * (other._seconds - self._seconds)
 
     def synchronize(self) -> None: ...
 
@@ -199,13 +220,13 @@ class CpuPlatform(Platform):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stream, self._event = _NoStream(), _NoEvent()
+        self._stream = _NoStream()
 
     def stream(self) -> Stream:
         return self._stream
 
     def event(self, *, enable_timing: bool = False) -> Event:
-        return self._event
+        return _HostEvent()
 
     def current_stream(self) -> Stream:
         return self._stream
@@ -219,6 +240,14 @@ class CpuPlatform(Platform):
 
     def free_bytes(self) -> int:
         return available_host_bytes()
+
+    def allocated_bytes(self) -> int:
+        return 0
+
+    def peak_bytes(self) -> int:
+        return 0
+
+    def restart_peak(self) -> None: ...
 
     def total_bytes(self) -> int:
         return host_memory().total_bytes

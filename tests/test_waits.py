@@ -18,8 +18,8 @@ import torch
 
 import diffusers_omni_offload
 from diffusers_omni_offload.platform import Platform
+from diffusers_omni_offload.streaming.recorder import Recorder
 from diffusers_omni_offload.streaming.stages import PackedStage, Stages
-from diffusers_omni_offload.streaming.stalls import StallMeter
 from diffusers_omni_offload.streaming.streamer import Streamer
 from diffusers_omni_offload.streaming.transport import HostToDevice
 from diffusers_omni_offload.weights.leaves import find_leaves
@@ -29,6 +29,7 @@ from tests import gathered_waits, page_cache_waits, simdevice, staged_waits, tin
 from tests.waits import Site
 
 STREAMER = "diffusers_omni_offload/streaming/streamer.py"
+RECORDER = "diffusers_omni_offload/streaming/recorder.py"
 TRANSPORT = "diffusers_omni_offload/streaming/transport.py"
 
 #: Rates at which a block of the toy computes for much longer than its copy takes, or for much less.
@@ -230,17 +231,38 @@ def a_stage_is_given_up_before_it_was_entered() -> None:
 
 def times_are_read_when_they_are_there() -> None:
     """CUDA refuses the time between events that haven't happened yet; the simulated device's events are made to."""
+    assert len(_recorder_of_four().spans()) == 4
+
+
+def so_are_those_of_memory() -> None:
+    assert len(_recorder_of_four().memory()) == 12
+
+
+def _recorder_of_four() -> Recorder:
     simdevice.configure(**COMPUTE_BOUND)
     device = torch.device("sim", 0)
-    platform = _StrictPlatform(device)
-    meter = StallMeter(platform)
+    recorder = Recorder(_StrictPlatform(device))
     matrix = torch.ones(64, 64, device=device)
-    meter.start()
     for _ in range(4):
-        torch.mm(matrix, matrix)
-        meter.before_wait(platform.current_stream())
-        meter.after_wait(platform.current_stream())
-    assert meter.stop() is not None
+        recorder.run_component("dit", torch.mm, (matrix, matrix), {})
+    return recorder
+
+
+def recorded_blocks_wait_for_their_bytes() -> None:
+    simdevice.configure(**TRANSFER_BOUND)
+    offloaded = Offloaded()
+    with offloaded.handle.trace():
+        offloaded.check()
+
+
+def a_recorded_copy_is_as_long_as_its_bytes_take() -> None:
+    """Not longer by what it waits for its slot."""
+    simdevice.configure(**ROUND_RATES, **COMPUTE_BOUND, h2d_bytes_per_s=1e9)
+    offloaded = Offloaded(blocks=8)
+    with offloaded.handle.trace() as trace:
+        offloaded.run()
+    copies = [span for span in trace.spans if span.lane == "copy"]
+    assert copies and all(abs(span.seconds - span.nbytes / 1e9) < 1e-8 for span in copies), f"modelled: {copies}"
 
 
 class _StrictPlatform(Platform):
@@ -265,12 +287,11 @@ SCENARIOS: dict[Site, Callable[[], None]] = {
     Site(
         "diffusers_omni_offload/streaming/slots.py", "Slot.__init__", 0, "self.free.record(self.stream)"
     ): slots_are_allocated_anew,
-    Site(
-        "diffusers_omni_offload/streaming/stalls.py", "StallMeter.stop", 0, "self._platform.synchronize()"
-    ): times_are_read_when_they_are_there,
-    Site(
-        "diffusers_omni_offload/streaming/stalls.py", "StallMeter._record", 0, "event.record(stream)"
-    ): the_verdict_follows_the_rates,
+    Site(RECORDER, "Recorder.spans", 0, "self._platform.synchronize()"): times_are_read_when_they_are_there,
+    Site(RECORDER, "Recorder.memory", 0, "self._platform.synchronize()"): so_are_those_of_memory,
+    Site(RECORDER, "Recorder._mark", 0, "event.record(stream)"): the_verdict_follows_the_rates,
+    Site(RECORDER, "Recorder.enter_when", 0, "stream.wait_event(ready)"): recorded_blocks_wait_for_their_bytes,
+    Site(RECORDER, "Recorder.load", 0, "copies.wait_event(slot.free)"): a_recorded_copy_is_as_long_as_its_bytes_take,
     Site(STREAMER, "Streamer.wait_for_copies", 0, "self._copies.synchronize()"): weights_are_edited_after_a_call,
     Site(
         "diffusers_omni_offload/streaming/slots.py", "Slot.tell_allocator", 0, "self.buffer.record_stream(stream)"

@@ -134,7 +134,7 @@ class ComponentRunner:
         self._make_room(path)
         try:
             self._running[path] = self._scope.call
-            return function(*args, **kwargs)
+            return self._streamer.run_component(path, function, args, kwargs)
         finally:
             self._running.pop(path, None)
 

@@ -23,6 +23,7 @@ from diffusers_omni_offload.backends.masters import Making, Masters, units_of
 from diffusers_omni_offload.backends.merging import Merging
 from diffusers_omni_offload.backends.origins import Origins
 from diffusers_omni_offload.backends.ownership import not_borrowed, require_unowned
+from diffusers_omni_offload.backends.records import Records
 from diffusers_omni_offload.backends.remarks import first_call_summary, warn_of_pageable, warn_of_plain_tensors
 from diffusers_omni_offload.backends.residency import Residency, tell_of_move
 from diffusers_omni_offload.backends.transports import blocks_by_ceiling, local_transports
@@ -30,6 +31,7 @@ from diffusers_omni_offload.config import OffloadConfig
 from diffusers_omni_offload.messages import format_bytes, logger
 from diffusers_omni_offload.platform import on_device, platform_for, return_freed_host_memory
 from diffusers_omni_offload.registry import adapter_for
+from diffusers_omni_offload.streaming.recorder import waited_share
 from diffusers_omni_offload.streaming.runner import BlockRunner
 from diffusers_omni_offload.streaming.scope import CallScope
 from diffusers_omni_offload.streaming.shared import SharedLeaves
@@ -77,7 +79,7 @@ class PlanBackend(OffloadBackend):
         self.runner = ComponentRunner(self.streamer, self.scope, self.stages, self.lora.unmerged)
         self.components = ManagedComponents(self.device, self, self.runner.run, self.merging)
         self.shared: SharedLeaves | None = None
-        self._reported = False
+        self.records = Records(self.streamer)
 
     def transports(self) -> list[Transport]:
         """How weights get to the device; the first one that serves a master brings it."""
@@ -131,7 +133,7 @@ class PlanBackend(OffloadBackend):
             self._build(plan, undo)
         self.plan = plan
         self._enabled = True
-        self.streamer.stalls.start()
+        self.records.start()
         if plan.stacks and not any(stack.streamed for stack in plan.stacks):
             logger.info("Every block is resident, so nothing is streamed.")
         warn_of_plain_tensors(plan)
@@ -204,7 +206,8 @@ class PlanBackend(OffloadBackend):
         undo.callback(self._release_device)
         for stack in plan.stacks:
             # Resident blocks have no master.
-            self.streamer.add_stack(map(self.masters.of, stack.blocks))
+            paths = [stack.path(index) for index in range(len(stack.blocks))]
+            self.streamer.add_stack(map(self.masters.of, stack.blocks), paths)
         self.streamer.require_slots()
         if self.masters.shared is not None:
             self.shared = self.runner.shared = SharedLeaves(self.masters.shared, self.streamer)
@@ -375,18 +378,22 @@ class PlanBackend(OffloadBackend):
         self.lora.look()
 
     def _after_call(self) -> None:
-        if self._reported or not (self.streamer.loads or self.stages.swaps):
+        first_call = self.records.first_call
+        if not self.records.is_waiting or first_call is None or not (self.streamer.loads or self.stages.swaps):
             return
         waited: float | None = 0.0
         if self.streamer.loads and self.platform.is_asynchronous:
-            waited = self.streamer.stalls.stop()
+            waited = waited_share(first_call.spans())
         if waited is None:
+            self.records.start()
             return  # A call of an encoder alone, say: too short for a verdict. The next one may do.
-        self._reported = True
+        self.records.stop()
         logger.info("%s", first_call_summary(list(self.masters), self.streamer, self.stages, waited))
 
     def _call_failed(self) -> None:
         """A call has ended with an error, which is being handled."""
+        if self.records.is_waiting:
+            self.records.start()
 
     def counters(self) -> Counters:
         """What was moved so far, and what is held now."""

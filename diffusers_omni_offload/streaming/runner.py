@@ -53,8 +53,11 @@ class BlockRunner:
         streamer = self._streamer
         master = streamer.masters[block]
         if master is None:
-            streamer.enter(block)
-            return forward(*args, **kwargs)
+            slot = streamer.enter(block)
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                streamer.leave(block, slot)
         refuse_unservable(streamer.platform, master, args, kwargs)
         slot = streamer.enter(block)
         assert slot is not None

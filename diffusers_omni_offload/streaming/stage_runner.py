@@ -44,7 +44,7 @@ class StageRunner:
         self._stages.bring(stage)
         stage.bind()
         try:
-            return function(*args, **kwargs)
+            return self._streamer.run_component(stage.path, function, args, kwargs)
         finally:
             stage.unbind()
 
@@ -61,7 +61,7 @@ class StageRunner:
             is_thorough = entry not in self._inspected
             watch = Watch(self._streamer, master, stage.slot, self._edited, is_thorough=is_thorough)
             with uncached_casts(self._streamer.platform.device.type):
-                output = function(*args, **kwargs)
+                output = self._streamer.run_component(stage.path, function, args, kwargs)
             if any_tensor(output, stage.slot.holds):
                 # A view of the weights would keep all of the component on the device for as long as it lives.
                 output = map_tensors(output, lambda tensor: tensor.clone() if stage.slot.holds(tensor) else tensor)

@@ -7,15 +7,17 @@ the call ends, when weights are edited, and where whole components change places
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 
 from diffusers_omni_offload.platform import Platform
 from diffusers_omni_offload.streaming.order import Order
+from diffusers_omni_offload.streaming.recorder import Recorder
 from diffusers_omni_offload.streaming.slots import Slot, SlotPool
-from diffusers_omni_offload.streaming.stalls import StallMeter
 from diffusers_omni_offload.streaming.transport import HostToDevice, Transport
 from diffusers_omni_offload.weights.leaves import cast_tensors
 from diffusers_omni_offload.weights.master import Master
@@ -36,6 +38,7 @@ class Streamer:
         loads: copies of blocks into slots so far.
         demand_loads: those of them that a forward had to wait for from the start.
         bytes_moved: bytes of all copies to the device.
+        recorder: records what happens; None, as nearly always, if nobody wants to know.
     """
 
     def __init__(self, platform: Platform, slot_count: int, transports: Sequence[Transport] = ()) -> None:
@@ -44,7 +47,8 @@ class Streamer:
         self.masters: list[Master | None] = []
         self.slots = SlotPool(slot_count, platform)
         self.order = Order()
-        self.stalls = StallMeter(platform)
+        self.recorder: Recorder | None = None
+        self._paths: list[str] = []
         self.transports = tuple(transports) or (HostToDevice(),)
         self._lookahead = max(transport.lookahead for transport in self.transports)
         # What is loaded when must follow from the order alone if other ranks have to do the same.
@@ -55,10 +59,11 @@ class Streamer:
         self._bound: dict[int, Master] = {}
         self._bound_apart: dict[Master, Slot] = {}
 
-    def add_stack(self, masters: Iterable[Master | None]) -> list[int]:
+    def add_stack(self, masters: Iterable[Master | None], paths: Sequence[str] = ()) -> list[int]:
         """Number the blocks of a stack; None stands for a resident one, which is only noted in the order."""
         first = len(self.masters)
         self.masters += masters
+        self._paths += paths or [f"block {number}" for number in range(first, len(self.masters))]
         numbers = list(range(first, len(self.masters)))
         self._residents.update(number for number in numbers if self.masters[number] is None)
         self.order.add_stack(numbers)
@@ -102,7 +107,6 @@ class Streamer:
         self.slots.forget()
         self.order.begin()
         self._put_off.clear()
-        self.stalls.restart()
         self._expect([block for block in range(len(self.masters)) if block not in self._residents])
 
     def end(self) -> None:
@@ -146,12 +150,13 @@ class Streamer:
             slot = self.slots.holding(block) or self._load_on_demand(block)
             self.slots.touch(slot)
             stream = self.platform.current_stream()
-            if self.stalls.is_measuring:
-                self.stalls.before_wait(stream)
-            stream.wait_event(slot.ready)
-            if self.stalls.is_measuring:
-                self.stalls.after_wait(stream)
+            if self.recorder is None:
+                stream.wait_event(slot.ready)
+            else:
+                self.recorder.enter_when(self._paths[block], stream, slot.ready)
             slot.users += 1
+        elif self.recorder is not None:
+            self.recorder.enter(self._paths[block], self.platform.current_stream())
         try:
             if master is not None and slot is not None:
                 self._bound[block] = master
@@ -164,6 +169,8 @@ class Streamer:
 
     def leave(self, block: int, slot: Slot | None) -> None:
         """Undo `enter` when the forward is over, or has failed."""
+        if self.recorder is not None:
+            self.recorder.leave(self._paths[block], self.platform.current_stream())
         if slot is None:
             return
         # Counted down last: a slot that an interrupt leaves in use is marked free by `settle`.
@@ -174,6 +181,19 @@ class Streamer:
                 master.unbind()
                 del self._bound[block]
         slot.users -= 1
+
+    def run_component(
+        self, path: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """`function(*args, **kwargs)`, an entry point of a component; recorded, if that is wanted."""
+        recorder = self.recorder
+        if recorder is None:
+            return function(*args, **kwargs)
+        try:
+            return recorder.run_component(path, function, args, kwargs)
+        finally:
+            if recorder.is_full and self.recorder is recorder:
+                self.recorder = None
 
     def take_casts(self, block: int, casts: Iterable[tuple[torch.Tensor, torch.dtype]]) -> None:
         """Between forwards: cast leaves of `block` for good, as its forward has done with those on the device."""
@@ -297,5 +317,9 @@ class Streamer:
         if slot.writer is not None and slot.writer is not self._copies:
             # What came on another stream, perhaps for nothing, has to be over.
             self._copies.wait_event(slot.ready)
-        self.bytes_moved += self._transport_of(master).load(master, slot, self._copies)
+        transport = self._transport_of(master)
+        if self.recorder is None:
+            self.bytes_moved += transport.load(master, slot, self._copies)
+        else:
+            self.bytes_moved += self.recorder.load(master.path, self._copies, slot, partial(transport.load, master))
         slot.tag = block
