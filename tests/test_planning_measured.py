@@ -96,6 +96,7 @@ def test_components_are_told_by_whole_steps_of_a_path() -> None:
     assert owner("transformer_2.blocks.0", names) == "transformer_2"
     assert owner("transformer.connector.blocks.0", names) == "transformer.connector"
     assert owner("transformer", names) == "transformer" and owner("trans", names) is None
+    assert owner("transformer_2.blocks.0", ("transformer",)) is None
 
 
 def test_the_link_is_what_copies_reached() -> None:
