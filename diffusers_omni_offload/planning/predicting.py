@@ -8,6 +8,9 @@ from diffusers_omni_offload.planning.memory import Memory, StackSizes, kept_bloc
 from diffusers_omni_offload.planning.prediction import Prediction, StepPrediction
 from diffusers_omni_offload.planning.timeline import Timeline
 
+#: Components run in this order.
+_TURNS = {"encoder": 0, "dit": 1, "resident": 1, "vae": 2}
+
 
 def predict(problem: Problem, choice: Choice) -> Prediction:
     """What `choice` takes.
@@ -20,7 +23,7 @@ def predict(problem: Problem, choice: Choice) -> Prediction:
         KeyError: the choice has no kind for a component.
     """
     memory = Memory(problem, choice.kinds)
-    steps, seconds, moved = {}, 0.0, 0
+    steps, seconds, moved = {}, 0.0, _prefetched_for_nothing(problem, choice)
     for component in problem.components:
         kind, residents = choice.kinds[component.path], choice.residents.get(component.path, 0)
         part = Part(component, kind, residents, choice.slots, problem.rates)
@@ -38,6 +41,21 @@ def predict(problem: Problem, choice: Choice) -> Prediction:
         host_nbytes=memory.host_nbytes(choice.residents),
         moved_nbytes=moved,
     )
+
+
+def _prefetched_for_nothing(problem: Problem, choice: Choice) -> int:
+    """Bytes of the blocks that are prefetched for one more forward of a component when another one is next."""
+    streamed = [component for component in problem.components if choice.kinds[component.path] == "layer"]
+    streamed = sorted((component for component in streamed if component.forwards), key=lambda c: _TURNS[c.role])
+    wasted = 0
+    # The call is known to end after the last one.
+    for component in streamed[:-1]:
+        kept = kept_blocks(len(component.blocks), choice.residents.get(component.path, 0))
+        sizes = [block.nbytes for index, block in enumerate(component.blocks) if index not in kept]
+        if len(sizes) > choice.slots:
+            is_last_streamed = len(component.blocks) - 1 not in kept
+            wasted += sum(sizes[: choice.slots - is_last_streamed])
+    return wasted
 
 
 class Part:

@@ -66,8 +66,8 @@ def host_refusal(problem: Problem, choice: Choice) -> DoesNotFit:
     message = (
         f"{format_bytes(nbytes - limit)} of host memory are missing at the least: offloaded weights take "
         f"{format_bytes(nbytes)}, most of them {path}'s, and {format_bytes(limit)} may be taken. What would help: "
-        "a larger host_memory_budget; weights that stay in their files (load_omni_pipeline); a larger memory_budget, since "
-        "what stays on the device takes no host memory; quantized weights."
+        "a larger host_memory_budget; weights that stay in their files (load_omni_pipeline); a larger memory_budget, "
+        "since what stays on the device takes no host memory; quantized weights."
     )
     return DoesNotFit(message, nbytes - limit, path, is_host=True)
 

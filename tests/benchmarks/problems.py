@@ -9,7 +9,6 @@ import gc
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
@@ -28,6 +27,8 @@ from tests import simdevice
 OPERATIONS_PER_S = 1e7
 #: Elements of what the components hand on.
 _WIDTH = 16
+#: So many of them there are at the most.
+_SMALL_TENSORS = 6
 #: The simulated device counts allocations in multiples of this, as torch's allocators do.
 ALLOCATION = 512
 
@@ -150,7 +151,7 @@ class Case:
             may_keep_blocks=selector == "dit",
             seconds=part.outside.seconds,
             forwards=self.steps if selector == "dit" else 1,
-            activation_nbytes=part.activation_nbytes,
+            activation_nbytes=round_up(part.activation_nbytes, ALLOCATION) + _SMALL_TENSORS * ALLOCATION,
             class_name=f"{selector} of {len(part.blocks)}",
         )
 
@@ -164,12 +165,14 @@ class Outcome:
         blocks: path of a DiT -> seconds of each block's compute.
         call_seconds: the call.
         peak_nbytes: device bytes at the most, of the pipeline alone.
+        moved_nbytes: bytes of weights that were copied to the device.
     """
 
     steps: dict[str, float]
     blocks: dict[str, list[float]]
     call_seconds: float
     peak_nbytes: int
+    moved_nbytes: int
 
 
 class WorkModule(nn.Module):
@@ -307,6 +310,7 @@ def carry_out(case: Case, choice: Choice, *, steps: int | None = None, is_timed:
             block.is_timed = True
         torch.accelerator.synchronize()
         torch.accelerator.reset_peak_memory_stats()
+        moved = pipe.omni_offload.bytes_moved if arguments else 0
         begin = simdevice.stats()["host_ns"]
         pipe(steps)
         torch.accelerator.synchronize()
@@ -314,7 +318,8 @@ def carry_out(case: Case, choice: Choice, *, steps: int | None = None, is_timed:
         peak = torch.accelerator.max_memory_allocated() - base
         blocks = {path: [_mean_seconds(block) for block in getattr(pipe, path).blocks] for path in pipe.ends}
         steady = {path: _steady(ends) for path, ends in pipe.ends.items() if len(ends) > 1}
-        return Outcome(steady, blocks, call_seconds, peak)
+        moved = pipe.omni_offload.bytes_moved - moved if arguments else 0
+        return Outcome(steady, blocks, call_seconds, peak, moved)
     finally:
         simdevice.check()
         if arguments:
