@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ class ComponentRunner:
     Attributes:
         shared: leaves that several owners hold; None if there are none.
         before_entry: called with the path of a component that is about to run.
+        after_entry: called with the path of a component that has run, while no other one does.
+        relieve: makes room when the device's memory was too short for a component; says whether it could.
         keeps_slots: whether slots are never given back in a call, however short this device's memory is.
     """
 
@@ -39,6 +42,8 @@ class ComponentRunner:
         self._streamer, self._scope, self._stages = streamer, scope, stages
         self.shared: SharedLeaves | None = None
         self.before_entry: Callable[[str], None] | None = None
+        self.after_entry: Callable[[str], None] | None = None
+        self.relieve: Callable[[str], bool] | None = None
         self.keeps_slots = False
         self._stage_runner = StageRunner(streamer, stages, edited)
         self._groups: dict[str, str] = {}
@@ -69,14 +74,37 @@ class ComponentRunner:
                 # It moves nothing of its own, so it needs no scope, and a worker thread may run it beside a call.
                 return function(*args, **kwargs)
             self._count_stray(path, stage)
-        with self._scope.opened(), self.shared or nullcontext():
+        with self._scope.opened():
             if self.before_entry is not None:
                 self.before_entry(path)
+            is_outermost = not self._running and not self._stages.is_running and not self._streamer.is_running
+            enter = partial(self._enter, path, stage, function, args, kwargs)
+            output = self._once_more(path, enter) if is_outermost and self.relieve is not None else enter()
+            if is_outermost and self.after_entry is not None:
+                self.after_entry(path)
+            return output
+
+    def _enter(self, path: str, stage: Stage | None, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with self.shared or nullcontext():
             if stage is None:
                 return self._run_beside(path, function, args, kwargs)
             if stage.group == "vae":
                 self.spare_memory(stage)
             return self._stage_runner.run(stage, function, args, kwargs)
+
+    def _once_more(self, path: str, enter: Callable[[], Any]) -> Any:
+        """Run something that may find the device's memory short: once more, if room could be made."""
+        assert self.relieve is not None
+        try:
+            return enter()
+        except torch.OutOfMemoryError as error:
+            if not self.relieve(path):
+                raise
+            first = error.with_traceback(None)  # The frames of the failed attempt hold its tensors.
+        try:
+            return enter()
+        except torch.OutOfMemoryError as error:
+            raise error from first
 
     @torch.compiler.disable
     def is_inside(self, path: str) -> bool:

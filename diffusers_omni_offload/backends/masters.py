@@ -132,6 +132,16 @@ class Masters:
             self.shared = self._making.make_shared(lambda: shared)
             _pack(self.shared, undo)
 
+    def take(self, unit: Unit) -> Master:
+        """Make a master for one more unit; nothing is changed if that fails."""
+        with ExitStack() as undo:
+            undo.callback(move_wrappers_back, _settle(unit))
+            master = self._making.make(unit, partial(unit.leaves, self._shared_ids))
+            _pack(master, undo)
+            undo.pop_all()
+        self._units[unit.module] = (unit, master)
+        return master
+
     def held(self) -> frozenset[int]:
         """`id` of every tensor that is in a master."""
         return frozenset(id(tensor) for master in self for tensor in master.tensors)

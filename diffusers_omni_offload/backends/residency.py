@@ -39,6 +39,11 @@ class Residency:
         """Leave `block` and what is below it to its master."""
         self._streamed.append(block)
 
+    def take_back(self, block: nn.Module) -> None:
+        """Undo `leave_out`."""
+        self._streamed.remove(block)
+        self._snapshot = None
+
     def add(self, path: str, module: nn.Module) -> None:
         """Take care of a component's state."""
         self._roots[id(module)] = (path, module)

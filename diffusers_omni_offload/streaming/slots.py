@@ -80,7 +80,7 @@ class SlotPool:
 
     def require(self, slot_nbytes: int) -> bool:
         """Have slots of `slot_nbytes` each. True if they are new, so that views of the old ones are void."""
-        if self.slots and self.slots[0].buffer.numel() == slot_nbytes:
+        if len(self.slots) == self.count and self.slots[0].buffer.numel() == slot_nbytes:
             return False
         self.slots = []
         self.slots = [Slot(slot_nbytes, self._platform) for _ in range(self.count)]

@@ -74,6 +74,11 @@ class Streamer:
         self.masters[block] = None
         self._residents.add(block)
 
+    def readmit(self, block: int, master: Master) -> None:
+        """`block` is streamed from now on."""
+        self.masters[block] = master
+        self._residents.discard(block)
+
     @property
     def slot_nbytes(self) -> int:
         """Bytes that the largest streamed block needs."""
