@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import diffusers_omni_offload
+from diffusers_omni_offload.measuring import measure_link
 from diffusers_omni_offload.platform import Platform
 from diffusers_omni_offload.streaming.recorder import Recorder
 from diffusers_omni_offload.streaming.stages import PackedStage, Stages
@@ -248,6 +249,14 @@ def _recorder_of_four() -> Recorder:
     return recorder
 
 
+def links_are_measured() -> None:
+    """The rate and the time besides of a copy are those that the device was given."""
+    simdevice.configure(h2d_bytes_per_s=1e9, copy_latency_s=2e-5)
+    rates = measure_link(_StrictPlatform(torch.device("sim", 0)), 1 << 20)
+    assert abs(rates.link_bytes_per_s / 1e9 - 1) < 0.01, f"modelled: {rates}"
+    assert abs(rates.copy_latency_s / 2e-5 - 1) < 0.3, f"modelled: {rates}"
+
+
 def recorded_blocks_wait_for_their_bytes() -> None:
     simdevice.configure(**TRANSFER_BOUND)
     offloaded = Offloaded()
@@ -287,6 +296,10 @@ SCENARIOS: dict[Site, Callable[[], None]] = {
     Site(
         "diffusers_omni_offload/streaming/slots.py", "Slot.__init__", 0, "self.free.record(self.stream)"
     ): slots_are_allocated_anew,
+    **{
+        Site("diffusers_omni_offload/measuring.py", "_seconds", nth, source): links_are_measured
+        for nth, source in enumerate(("begin.record(stream)", "end.record(stream)", "platform.synchronize()"))
+    },
     Site(RECORDER, "Recorder.spans", 0, "self._platform.synchronize()"): times_are_read_when_they_are_there,
     Site(RECORDER, "Recorder.memory", 0, "self._platform.synchronize()"): so_are_those_of_memory,
     Site(RECORDER, "Recorder._mark", 0, "event.record(stream)"): the_verdict_follows_the_rates,
