@@ -9,7 +9,7 @@ from diffusers_omni_offload.platform import Platform, on_device
 from diffusers_omni_offload.weights.pinning import HostBuffer, PinnedBudget
 
 #: A large copy shows the rate, a small one what each copy takes besides.
-_LARGE, _SMALL = 64 << 20, 4 << 10
+_LARGE, _SMALL = 64 << 20, 256
 _ROUNDS = 4
 
 
