@@ -12,6 +12,14 @@ from nbclient import NotebookClient
 
 ROOT = Path(__file__).resolve().parent.parent
 
+#: Run before the first cell. What torchao says of the machine when it is imported is no output of a notebook.
+QUIET = """
+import logging
+for library in ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer"):
+    logging.getLogger(library).setLevel(logging.ERROR)
+del library, logging
+"""
+
 
 def execute(path: Path, *, repeats: int = 1, again: bool = False, timeout: float = 120.0) -> Any:
     """Run a notebook in a fresh kernel and return it with its outputs; the file isn't written.
@@ -31,6 +39,9 @@ def execute(path: Path, *, repeats: int = 1, again: bool = False, timeout: float
     # The bar of a terminal does: ipywidgets isn't needed to store outputs.
     environment = {**os.environ, "PYTHONWARNINGS": "ignore:IProgress not found", "OMP_NUM_THREADS": "1"}
     with client.setup_kernel(env=environment):
+        notebook.cells.insert(0, nbformat.v4.new_code_cell(QUIET))
+        client.execute_cell(notebook.cells[0], 0, store_history=False)
+        notebook.cells.pop(0)
         code_cells = [(cell, index) for index, cell in enumerate(notebook.cells) if cell.cell_type == "code"]
         for count, (cell, index) in enumerate(code_cells, start=1):
             for _ in range(repeats):

@@ -30,7 +30,7 @@ def shown(notebook: Any) -> list[list[str]]:
 
 
 def test_there_are_notebooks() -> None:
-    assert ROOT / "notebooks" / "quickstart.ipynb" in NOTEBOOKS
+    assert {"quickstart", "which_mode", "multi_gpu", "custom_model"} <= {path.stem for path in NOTEBOOKS}
 
 
 @pytest.mark.processes
@@ -77,6 +77,19 @@ def test_multi_gpu_stores_what_a_rank_holds_and_what_differs() -> None:
     assert local > 50 and gathered == pytest.approx(local / 4, abs=3), own
     assert own["rank-local, from the checkpoint"] <= 3, own
     assert any("num_inference_steps is 2 on ranks 0, 1 and 3, 3 on rank 2" in text for text in texts)
+    assert not any(word in "".join(texts) for word in ("Warning", "Traceback", "False"))
+
+
+def test_custom_model_declares_a_plan_in_ten_lines_and_proves_it() -> None:
+    notebook = nbformat.read(ROOT / "notebooks" / "custom_model.ipynb", as_version=4)
+    (plan,) = [cell for cell in code_cells(notebook) if "class OffloadableSketch" in cell.source]
+    declaration = plan.source.partition("\n\n\n")[0].splitlines()[1:]
+    assert len(declaration) <= 10, declaration
+    texts = [text for cell in shown(notebook) for text in cell]
+    assert any("12 of 12 blocks streamed" in text and "3 of 3 blocks streamed" in text for text in texts)
+    assert "".join(texts).count("equal: True") == 6
+    assert {"blocks without an effect: none\nas before: True\n", "races: none\n"} <= set(texts)
+    assert any("has no DiT to offload" in text for text in texts)
     assert not any(word in "".join(texts) for word in ("Warning", "Traceback", "False"))
 
 
