@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -14,6 +14,8 @@ from diffusers_omni_offload.backends import Counters, PlanBackend
 from diffusers_omni_offload.config import OffloadConfig
 from diffusers_omni_offload.hooks import COMPONENT_HOOK, owned_hook
 from diffusers_omni_offload.messages import format_bytes
+from diffusers_omni_offload.planning.costs import Problem
+from diffusers_omni_offload.planning.prediction import Prediction
 from diffusers_omni_offload.topology.discovery import iterate_modules
 from diffusers_omni_offload.topology.paths import MissingPathError, lookup
 from diffusers_omni_offload.topology.plan import ResolvedPlan
@@ -35,6 +37,22 @@ def require_handle(pipe: Any) -> OffloadHandle:
     return handle
 
 
+class Automatic(Protocol):
+    """Looks after an offload that it has chosen."""
+
+    @property
+    def request(self) -> Any:
+        """What was asked for."""
+
+    @property
+    def problem(self) -> Problem:
+        """What is known of the pipeline and the machine."""
+
+    @property
+    def prediction(self) -> Prediction:
+        """What was chosen, and what it takes."""
+
+
 class OffloadHandle:
     """A pipeline's offload: its configuration, plan and counters, and the way to turn it off.
 
@@ -44,6 +62,7 @@ class OffloadHandle:
     Attributes:
         config: the configuration.
         plan: the resolved plan.
+        automatic: what chose it, in the mode "auto"; None in others.
     """
 
     def __init__(
@@ -56,6 +75,7 @@ class OffloadHandle:
     ) -> None:
         self.config = config
         self.plan = plan
+        self.automatic: Automatic | None = None
         self._backend: PlanBackend | None = backend
         self._last_counters = Counters()
         self._remains: Callable[[], PlanBackend | None] = lambda: None
@@ -211,6 +231,12 @@ class OffloadHandle:
             f"{format_bytes(self.device_bytes)} held on the device, "
             f"{format_bytes(self.pinned_bytes)} pinned\n{self.plan}>"
         )
+
+    def follow(self, plan: ResolvedPlan, config: OffloadConfig) -> None:
+        """The backend keeps other blocks on the device now."""
+        stacks = {stack.blocks: stack for stack in plan.stacks}
+        self.plan = replace(self.plan, stacks=tuple(stacks.get(stack.blocks, stack) for stack in self.plan.stacks))
+        self.config = config
 
     def modules(self) -> dict[str, nn.Module]:
         """The components of the pipeline that this handle looks after, by path."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from diffusers_omni_offload.advice import what_fits
+from diffusers_omni_offload.automatic import Automatic, Request
 from diffusers_omni_offload.backends import DelegatedBackend, PlanBackend, get_offload_backend, is_delegated, preflight
 from diffusers_omni_offload.backends.distributed import tell_other_ranks
 from diffusers_omni_offload.composition import composed_class, stock_class
@@ -42,6 +43,14 @@ def enable_omni_offload(
     device: torch.device | str | int | None = None,
     slots: int = 2,
     resident_policy: str = "spread",
+    memory_budget: int | str | None = None,
+    host_memory_budget: int | str | None = None,
+    activation_memory: int | str | None = None,
+    height: int | None = None,
+    width: int | None = None,
+    num_frames: int | None = None,
+    num_inference_steps: int | None = None,
+    profile: bool = True,
 ) -> OffloadHandle:
     """Offload a pipeline's weights to host memory; its outputs stay the same, bit for bit.
 
@@ -50,7 +59,8 @@ def enable_omni_offload(
     Args:
         pipe: a diffusers pipeline, on the CPU or on the device already.
         mode: "layer" (the default) streams blocks through a few device buffers; "module" swaps whole components, so
-            that encoders and DiTs take turns on the device.
+            that encoders and DiTs take turns on the device; "auto" chooses for each component, measures the first
+            call, and chooses anew.
         components: what is offloaded: "dit", "text_encoder", "image_encoder". None means ["dit"] in layer mode and all
             of them in module mode. The rest lives on the device. Or a choice for each, by one of these names, "vae" or
             the component's path: `{"dit": "layer", "text_encoder": "module", "vae": "resident"}`.
@@ -59,15 +69,44 @@ def enable_omni_offload(
         device: where to run; None takes the current accelerator. "cpu" has to be asked for.
         slots: device buffers of the size of the largest block, 2 or more to overlap copies with compute.
         resident_policy: "spread" keeps resident blocks evenly through the stack, "leading" the first ones.
+        memory_budget: in mode "auto", device bytes that weights and activations may take together, as an int or as
+            text such as "12GiB"; None takes what is free, less 5 %.
+        host_memory_budget: in mode "auto", host bytes that offloaded weights may take; None for no limit.
+        activation_memory: in mode "auto", device bytes of activations, if you know them; else they are assumed at first
+            and measured in the first call.
+        height, width, num_frames, num_inference_steps: in mode "auto", what calls will be like.
+        profile: in mode "auto", whether what was measured on this machine before counts, and is kept for the next time.
 
     Returns:
         The handle, which is `pipe.omni_offload` too.
 
     Raises:
         ValueError, TypeError: an argument or a declaration is wrong, or a weight can't be offloaded.
-        RuntimeError: too little device memory, or another offload owns the weights. In each case the pipeline is
-            untouched.
+        RuntimeError: too little device memory (in mode "auto" a `DoesNotFit`, which says how much is missing), or
+            another offload owns the weights. In each case the pipeline is untouched.
     """
+    workload = {
+        "height": height,
+        "width": width,
+        "num_frames": num_frames,
+        "num_inference_steps": num_inference_steps,
+    }
+    budgets = {
+        "memory_budget": memory_budget,
+        "host_memory_budget": host_memory_budget,
+        "activation_memory": activation_memory,
+    }
+    if mode == "auto":
+        _require_defaults(
+            'the mode is "auto", which chooses it',
+            components=components,
+            layer_options=layer_options,
+            slots=None if slots == 2 else slots,
+            resident_policy=None if resident_policy == "spread" else resident_policy,
+        )
+        request = Request.parse(**budgets, profile=profile, pin_memory=pin_memory, **workload)
+        return _enable_automatically(pipe, request, resolve_device(device))
+    _require_defaults('it belongs to the mode "auto"', **budgets, **workload)
     config = OffloadConfig.from_options(
         mode,
         components=components,
@@ -77,6 +116,33 @@ def enable_omni_offload(
         resident_policy=resident_policy,
     )
     return enable_from_config(pipe, config, device=device)
+
+
+def _require_defaults(why: str, **arguments: Any) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise ValueError(f"{name}={value!r} was given, but {why}; leave it out.")
+
+
+def _enable_automatically(pipe: Any, request: Request, device: torch.device) -> OffloadHandle:
+    handle = omni_offload(pipe)
+    own = None if handle is None else handle.backend
+    if handle is not None and handle.automatic is not None:
+        if handle.automatic.request == request and handle.backend.device == device:
+            return handle
+    modules = [module for _, module in iterate_modules(pipe)]
+    for other in owners(modules, besides=own):
+        for sibling in users(other):
+            if sibling.automatic is not None and sibling.automatic.request == request:
+                joined = enable_from_config(pipe, other.config, device=device)
+                joined.automatic = sibling.automatic
+                return joined
+    declarations = adapter_for(stock_class(type(pipe)))
+    spare = 0 if handle is None else handle.device_bytes
+    automatic = Automatic.prepare(pipe, request, device, declarations=declarations, spare=spare)
+    handle = enable_from_config(pipe, automatic.config, device=device)
+    automatic.attach(handle)
+    return handle
 
 
 def enable_from_config(

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 
 import pytest
 
 pytest_plugins = ["tests.simdevice.plugin"]
+
+# What is measured in tests is nobody's profile.
+os.environ["DIFFUSERS_OMNI_OFFLOAD_PROFILE"] = ""
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -55,6 +55,8 @@ class PlanBackend(OffloadBackend):
         scope: the call scope.
         streamer: slots, order and counters of streamed blocks.
         stages: the components that are swapped.
+        records: who records what is done.
+        after_call: called when a call has ended without an error.
     """
 
     is_shared = True
@@ -79,7 +81,8 @@ class PlanBackend(OffloadBackend):
         self.runner = ComponentRunner(self.streamer, self.scope, self.stages, self.lora.unmerged)
         self.components = ManagedComponents(self.device, self, self.runner.run, self.merging)
         self.shared: SharedLeaves | None = None
-        self.records = Records(self.streamer)
+        self.records = Records(self.streamer, self.device_weights_nbytes)
+        self.after_call: Callable[[], None] | None = None
 
     def transports(self) -> list[Transport]:
         """How weights get to the device; the first one that serves a master brings it."""
@@ -378,31 +381,44 @@ class PlanBackend(OffloadBackend):
         self.lora.look()
 
     def _after_call(self) -> None:
-        first_call = self.records.first_call
-        if not self.records.is_waiting or first_call is None or not (self.streamer.loads or self.stages.swaps):
-            return
+        if self.records.is_waiting:
+            self._tell_of_first_call()
+        if self.after_call is not None:
+            self.after_call()
+
+    def _tell_of_first_call(self) -> None:
+        recorder = self.records.first_call
+        assert recorder is not None
         waited: float | None = 0.0
         if self.streamer.loads and self.platform.is_asynchronous:
-            waited = waited_share(first_call.spans())
+            waited = waited_share(recorder.spans())
         if waited is None:
             self.records.start()
             return  # A call of an encoder alone, say: too short for a verdict. The next one may do.
         self.records.stop()
-        logger.info("%s", first_call_summary(list(self.masters), self.streamer, self.stages, waited))
+        if self.streamer.loads or self.stages.swaps:
+            logger.info("%s", first_call_summary(list(self.masters), self.streamer, self.stages, waited))
 
     def _call_failed(self) -> None:
         """A call has ended with an error, which is being handled."""
         if self.records.is_waiting:
             self.records.start()
 
+    def device_weights_nbytes(self) -> int:
+        """Device bytes that the pipeline's weights take now."""
+        return self._moving_nbytes() + self.residency.nbytes
+
+    def _moving_nbytes(self) -> int:
+        shared = 0 if self.shared is None else self.shared.nbytes
+        return self.streamer.slots.nbytes + self.stages.nbytes + shared
+
     def counters(self) -> Counters:
         """What was moved so far, and what is held now."""
-        shared = 0 if self.shared is None else self.shared.nbytes
         return Counters(
             loads=self.streamer.loads,
             demand_loads=self.streamer.demand_loads,
             swaps=self.stages.swaps,
             bytes_moved=self.streamer.bytes_moved,
-            device_bytes=self.streamer.slots.nbytes + self.stages.nbytes + shared,
+            device_bytes=self._moving_nbytes(),
             pinned_bytes=self.budget.pinned_bytes,
         )

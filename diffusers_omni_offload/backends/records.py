@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from diffusers_omni_offload.streaming.recorder import Recorder
@@ -17,27 +17,33 @@ class Records:
 
     Args:
         streamer: what is recorded.
+        held: tells how many device bytes are weights.
 
     Attributes:
         first_call: what the first call was recorded by; None before it began to be.
         is_waiting: whether the first call is still to be recorded.
+        others: device bytes that were taken by others, when the first recording began.
     """
 
-    def __init__(self, streamer: Streamer) -> None:
-        self._streamer = streamer
+    def __init__(self, streamer: Streamer, held: Callable[[], int]) -> None:
+        self._streamer, self._held = streamer, held
+        self.others: int | None = None
         self.first_call: Recorder | None = None
         self.is_waiting = False
 
     def start(self) -> None:
         """Record the call that comes next."""
         self.is_waiting = True
-        self.first_call = self._streamer.recorder = Recorder(self._streamer.platform, _ENOUGH)
+        if self.others is None:
+            self.others = max(0, self._streamer.platform.allocated_bytes() - self._held())
+        self._record(Recorder(self._streamer.platform, _ENOUGH, self._held))
+        self.first_call = self._streamer.recorder
 
     def stop(self) -> None:
         """The first call was recorded, and is kept; nothing is from now on."""
         self.is_waiting = False
-        if self._streamer.recorder is self.first_call:
-            self._streamer.recorder = None
+        if self._streamer.component_recorder is self.first_call:
+            self._record(None)
 
     @contextmanager
     def recorded(self) -> Iterator[Recorder]:
@@ -46,13 +52,21 @@ class Records:
         Raises:
             RuntimeError: it is inside of such a body already.
         """
-        before = self._streamer.recorder
+        before = self._streamer.component_recorder
         if before is not None and before is not self.first_call:
             raise RuntimeError("This pipeline's calls are being recorded already; end the other trace first.")
-        recorder = self._streamer.recorder = Recorder(self._streamer.platform)
+        recorder = Recorder(self._streamer.platform, held=self._held)
+        self._record(recorder)
         try:
             yield recorder
         finally:
-            self._streamer.recorder = None
+            self._record(None)
             if self.is_waiting:
                 self.start()
+
+    def activations(self, recorder: Recorder) -> dict[str, int]:
+        """By component: the most device bytes that the pipeline took beside its weights."""
+        return recorder.activations(self.others or 0)
+
+    def _record(self, recorder: Recorder | None) -> None:
+        self._streamer.recorder = self._streamer.component_recorder = recorder

@@ -21,16 +21,23 @@ from diffusers_omni_offload.weights.leaves import (
 from diffusers_omni_offload.weights.snapshot import Snapshot
 from diffusers_omni_offload.weights.wrappers import move_wrappers, move_wrappers_back
 
+#: Allocators of devices give multiples of so many bytes.
+_ALLOCATION = 512
+
 
 class Residency:
     """Places, by tensor identity, all that no master holds.
 
     Args:
         device: the execution device.
+
+    Attributes:
+        nbytes: device bytes of it, as allocators count them.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.nbytes = 0
         self._roots: dict[int, tuple[str, nn.Module]] = {}
         self._streamed: list[nn.Module] = []
         self._snapshot: Snapshot | None = None
@@ -86,6 +93,7 @@ class Residency:
         if undo is not None:
             undo.callback(move_back, [(tensor, tensor.device) for tensor in tensors])
         move_tensors(tensors, self.device)
+        self.nbytes = sum(-(-leaf.nbytes // _ALLOCATION) * _ALLOCATION for leaf in plain)
         self._snapshot = Snapshot([module for _, module in self._modules()], plain)
 
     def move_to_host(self) -> None:

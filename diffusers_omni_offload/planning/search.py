@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -41,14 +41,18 @@ def choices(problem: Problem) -> Iterator[Choice]:
             yield _choice(groups, options, slots)
 
 
-def choose(problem: Problem) -> Prediction:
+def choose(problem: Problem, kinds: Mapping[str, str] | None = None) -> Prediction:
     """The choice with the fastest call of those that fit on the device and in host memory; of those that are as fast,
     the one that takes the least device memory.
+
+    Args:
+        problem: the pipeline, the machine and the budget.
+        kinds: path of a component -> its kind, if that is fixed; residents and slots are still to be chosen.
 
     Raises:
         DoesNotFit: there is none. It says how much is missing, where, and what would help.
     """
-    return predict(problem, _Search(problem).run())
+    return predict(problem, _Search(problem, kinds or {}).run())
 
 
 def _groups(problem: Problem) -> list[list[ComponentCost]]:
@@ -89,9 +93,10 @@ class _Search:
     Memory isn't a sum: it is looked at for each set of kinds.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, kinds: Mapping[str, str]) -> None:
         self._problem = problem
         self._groups = _groups(problem)
+        self._fixed = kinds
         self._times: dict[tuple[object, ...], float] = {}
         self._best: float | None = None
         # Of the choices that fit and are as fast as the best: seconds, device bytes, choice.
@@ -100,13 +105,17 @@ class _Search:
     def run(self) -> Choice:
         """The best one. DoesNotFit if there is none."""
         for slots in SLOTS:
-            for kinds in product(*(_kinds(group[0]) for group in self._groups)):
+            for kinds in product(*map(self._kinds, self._groups)):
                 if slots == SLOTS[0] or "layer" in kinds:
                     self._look_at(kinds, slots)
         if self._best is None:
             raise self._refusal()
         limit = self._best * (1 + AS_FAST)
         return min((found for found in self._found if found[0] <= limit), key=lambda found: (found[1], found[0]))[2]
+
+    def _kinds(self, group: Sequence[ComponentCost]) -> list[str]:
+        fixed = self._fixed.get(group[0].path)
+        return [fixed] if fixed is not None else list(dict.fromkeys(option.kind for option in _options(group[0])))
 
     def _look_at(self, kinds: Sequence[str], slots: int) -> None:
         """All choices of these kinds."""
@@ -168,7 +177,7 @@ class _Search:
     def _refusal(self) -> DoesNotFit:
         """No choice fits: which one is the nearest to it?"""
         least: tuple[int, int, Choice] | None = None
-        for kinds in product(*(_kinds(group[0]) for group in self._groups)):
+        for kinds in product(*map(self._kinds, self._groups)):
             memory = self._memory(kinds)
             at_least = memory.floor() - self._problem.device_nbytes
             if least is not None and at_least > least[0]:
@@ -186,8 +195,4 @@ class _Search:
 
 
 def _options_of(component: ComponentCost, kind: str) -> list[Option]:
-    return [option for option in _options(component) if option.kind == kind]
-
-
-def _kinds(component: ComponentCost) -> list[str]:
-    return list(dict.fromkeys(option.kind for option in _options(component)))
+    return [option for option in _options(component) if option.kind == kind] or [Option(kind)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from diffusers_omni_offload.platform import Event, Platform, Stream
 from diffusers_omni_offload.streaming.recording import Lane, MemorySample, Span
@@ -15,6 +15,18 @@ _CHUNK = 4096
 _Mark = tuple[Lane, str, Event, Event, int, int]
 
 
+class _Memory(NamedTuple):
+    """Device bytes before, at the most in and after an outermost forward of a component, and how many are weights."""
+
+    path: str
+    begin: Event
+    end: Event
+    before: int
+    peak: int
+    after: int
+    held: int
+
+
 class Recorder:
     """The blocks' and components' spans on the device's clock, from when it is made on.
 
@@ -23,13 +35,14 @@ class Recorder:
     Args:
         platform: the device.
         most_blocks: so many forwards of blocks are enough; None records on and on.
+        held: tells how many device bytes are weights.
 
     Attributes:
         forward: number of the outermost component's forward that runs, or ran last; -1 before the first.
     """
 
-    def __init__(self, platform: Platform, most_blocks: int | None = None) -> None:
-        self._platform = platform
+    def __init__(self, platform: Platform, most_blocks: int | None = None, held: Callable[[], int] = lambda: 0) -> None:
+        self._platform, self._held = platform, held
         self._most_blocks = most_blocks
         self.forward = -1
         self._depth = 0
@@ -37,7 +50,7 @@ class Recorder:
         self._events: deque[Event] = deque()
         self._marks: list[_Mark] = []
         self._entered: dict[str, tuple[Event, Event | None]] = {}
-        self._memory: list[tuple[str, Event, Event, int, int, int]] = []
+        self._memory: list[_Memory] = []
         self._make_events()
         self._origin = self._mark(platform.current_stream())
 
@@ -114,7 +127,7 @@ class Recorder:
             self._marks.append(("component", path, begin, end, 0, self.forward))
             if self._depth == 0:
                 after, peak = self._platform.allocated_bytes(), self._platform.peak_bytes()
-                self._memory.append((path, begin, end, before, peak, after))
+                self._memory.append(_Memory(path, begin, end, before, peak, after, self._held()))
 
     # ------------------------------------------------------------------ results
 
@@ -132,22 +145,30 @@ class Recorder:
         device."""
         self._platform.synchronize()
         samples = []
-        for _, begin, end, before, peak, after in self._memory:
-            first, last = self._seconds(begin), self._seconds(end)
-            samples += [MemorySample(first, before), MemorySample((first + last) / 2, peak), MemorySample(last, after)]
+        for entry in self._memory:
+            first, last = self._seconds(entry.begin), self._seconds(entry.end)
+            samples += [
+                MemorySample(first, entry.before),
+                MemorySample((first + last) / 2, entry.peak),
+                MemorySample(last, entry.after),
+            ]
         return samples
 
-    def activations(self) -> dict[str, int]:
-        """By component: the most device bytes that one of its forwards took beside what was there before."""
+    def activations(self, others: int = 0) -> dict[str, int]:
+        """By component: the most device bytes beside weights that there were in its forwards.
+
+        Args:
+            others: bytes that have nothing to do with the pipeline.
+        """
         found: dict[str, int] = {}
-        for path, _, _, before, peak, _ in self._memory:
-            found[path] = max(found.get(path, 0), peak - before)
+        for entry in self._memory:
+            found[entry.path] = max(found.get(entry.path, 0), entry.peak - entry.held - others)
         return found
 
     @property
     def peak_nbytes(self) -> int:
         """The most bytes allocated in any component's forward."""
-        return max((peak for *_, peak, _ in self._memory), default=0)
+        return max((entry.peak for entry in self._memory), default=0)
 
     def _seconds(self, event: Event) -> float:
         return self._origin.elapsed_time(event) / 1e3

@@ -38,7 +38,8 @@ class Streamer:
         loads: copies of blocks into slots so far.
         demand_loads: those of them that a forward had to wait for from the start.
         bytes_moved: bytes of all copies to the device.
-        recorder: records what happens; None, as nearly always, if nobody wants to know.
+        recorder: records blocks and copies; None, as nearly always, if nobody wants to know.
+        component_recorder: records components; it goes on when enough blocks were recorded.
     """
 
     def __init__(self, platform: Platform, slot_count: int, transports: Sequence[Transport] = ()) -> None:
@@ -48,6 +49,7 @@ class Streamer:
         self.slots = SlotPool(slot_count, platform)
         self.order = Order()
         self.recorder: Recorder | None = None
+        self.component_recorder: Recorder | None = None
         self._paths: list[str] = []
         self.transports = tuple(transports) or (HostToDevice(),)
         self._lookahead = max(transport.lookahead for transport in self.transports)
@@ -191,7 +193,7 @@ class Streamer:
         self, path: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """`function(*args, **kwargs)`, an entry point of a component; recorded, if that is wanted."""
-        recorder = self.recorder
+        recorder = self.component_recorder
         if recorder is None:
             return function(*args, **kwargs)
         try:

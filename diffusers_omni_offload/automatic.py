@@ -1,0 +1,362 @@
+"""Mode "auto": chooses how to offload a pipeline, and once more when it was measured."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from diffusers_omni_offload.backends import PlanBackend
+from diffusers_omni_offload.backends.keeping import Keeping
+from diffusers_omni_offload.checks import integer, parse_bytes
+from diffusers_omni_offload.config import OffloadConfig
+from diffusers_omni_offload.handle import OffloadHandle
+from diffusers_omni_offload.measuring import measure_link
+from diffusers_omni_offload.messages import format_bytes, logger
+from diffusers_omni_offload.parallel import cache_of
+from diffusers_omni_offload.planning.costs import ComponentCost, Problem
+from diffusers_omni_offload.planning.measured import Measured, measure, with_measured
+from diffusers_omni_offload.planning.predicting import predict
+from diffusers_omni_offload.planning.search import DoesNotFit, choose
+from diffusers_omni_offload.planning.survey import survey
+from diffusers_omni_offload.planning.times import format_seconds
+from diffusers_omni_offload.platform import Platform, platform_for
+from diffusers_omni_offload.profile import Profile, default_path, pipeline_key
+from diffusers_omni_offload.siblings import users
+from diffusers_omni_offload.topology.discovery import iterate_modules
+from diffusers_omni_offload.weights.leaves import find_leaves
+
+#: Of the free memory, what is left alone if there is no budget: allocators lose some between allocations.
+_MARGIN = 0.05
+#: Until it is measured: the share of the budget that activations take, by the role of what runs.
+_ACTIVATIONS = {"dit": 0.2, "resident": 0.05, "vae": 0.2, "encoder": 0.05}
+#: Forwards of the DiT in a call, if nobody says.
+_FORWARDS = 30
+#: The forward of a DiT that is measured: in the first one libraries are loaded and kernels chosen.
+_MEASURED_FORWARD = 2
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of the mode "auto".
+
+    Attributes:
+        memory_budget: device bytes that weights and activations may take together; None for what is free, less 5 %.
+        host_memory_budget: host bytes that offloaded weights may take; None for no limit.
+        activation_memory: device bytes of activations at the most, if the caller knows them.
+        workload: what a call is said to be: "height", "width", "num_frames", "num_inference_steps".
+        keeps_profile: whether what was measured on this machine before counts, and is kept.
+        pin_memory: see `OffloadConfig`.
+    """
+
+    memory_budget: int | None = None
+    host_memory_budget: int | None = None
+    activation_memory: int | None = None
+    workload: Mapping[str, int] = field(default_factory=dict)
+    keeps_profile: bool = True
+    pin_memory: bool | int = True
+
+    @classmethod
+    def parse(
+        cls,
+        *,
+        memory_budget: int | str | None,
+        host_memory_budget: int | str | None,
+        activation_memory: int | str | None,
+        profile: bool,
+        pin_memory: bool | int,
+        **workload: int | None,
+    ) -> Request:
+        """From the arguments of `enable_omni_offload`. TypeError or ValueError names the argument."""
+        sizes = {
+            "memory_budget": memory_budget,
+            "host_memory_budget": host_memory_budget,
+            "activation_memory": activation_memory,
+        }
+        given = {name: value for name, value in workload.items() if value is not None}
+        for name, value in given.items():
+            integer(name, value, minimum=1)
+        parsed = {name: None if value is None else parse_bytes(name, value) for name, value in sizes.items()}
+        return cls(**parsed, workload=given, keeps_profile=profile, pin_memory=pin_memory)
+
+
+class Automatic:
+    """The choice for one pipeline.
+
+    It is made from sizes, the link's rate and assumed activations at first; in the second forward of a streamed DiT the
+    blocks were measured, and residents and slots are chosen anew, within the call. After the first call, whose
+    activations are all known then, they are chosen for good. If the device's memory is too short for a component,
+    residents leave, and it is run once more.
+
+    Args:
+        request: what was asked for.
+        problem: what is known.
+        platform: the device.
+        profile: what is kept.
+        key: the pipeline's, in the profile.
+        is_measured: whether the problem's times and activations were measured before.
+
+    Attributes:
+        problem: what is known by now.
+        prediction: the choice that was made last, and what it takes.
+    """
+
+    def __init__(
+        self, request: Request, problem: Problem, platform: Platform, profile: Profile, key: str, *, is_measured: bool
+    ) -> None:
+        self.request, self.problem = request, problem
+        self._platform, self._profile, self._key = platform, profile, key
+        self.prediction = choose(problem)
+        if not (is_measured or request.activation_memory or self._has_plenty()):
+            self.prediction = predict(problem, replace(self.prediction.choice, residents={}, slots=2))
+        self._backend: PlanBackend | None = None
+        self._forwards: Counter[str] = Counter()
+        self._is_settled = False
+
+    @classmethod
+    def prepare(
+        cls, pipe: Any, request: Request, device: torch.device, *, declarations: type | None, spare: int
+    ) -> Automatic:
+        """Look at the pipeline and the machine; nothing is touched.
+
+        Args:
+            pipe: the pipeline.
+            request: what was asked for.
+            device: the execution device.
+            declarations: a class with component declarations, used if the pipeline has none of its own.
+            spare: device bytes that are taken by an offload of this pipeline, and that will be free.
+
+        Raises:
+            DoesNotFit: nothing fits the budgets. It says how much is missing, and what would help.
+        """
+        platform = platform_for(device)
+        profile = Profile(default_path() if request.keeps_profile else None)
+        rates = profile.rates(platform.name)
+        if rates is None:
+            rates = measure_link(platform)
+            profile.keep_rates(platform.name, rates)
+        free = platform.free_bytes() + spare + _nbytes_on(pipe, device)
+        budget = int(free * (1 - _MARGIN)) if request.memory_budget is None else min(request.memory_budget, free)
+        costs = survey(pipe, declarations=declarations)
+        problem = Problem(
+            components=_assumed(costs, request, budget),
+            rates=rates,
+            device_nbytes=budget,
+            host_nbytes=request.host_memory_budget,
+            total_nbytes=platform.total_bytes(),
+        )
+        key = pipeline_key(platform.name, costs, request.workload)
+        measured = profile.measured(key)
+        if measured is not None:
+            problem = replace(with_measured(problem, measured, calls=1), rates=rates)
+        return cls(request, problem, platform, profile, key, is_measured=measured is not None)
+
+    @property
+    def config(self) -> OffloadConfig:
+        """The configuration of the choice."""
+        arguments = self.prediction.choice.arguments()
+        if not arguments:
+            # Everything fits. A handle has to hold something: the least of all.
+            least = min((part for part in self.problem.components if part.may_swap), key=lambda part: part.nbytes)
+            arguments = {"components": {least.path: "module"}}
+        return OffloadConfig.from_options(None, **arguments, pin_memory=self.request.pin_memory)
+
+    def attach(self, handle: OffloadHandle) -> None:
+        """Look after the offload that was enabled with `config`."""
+        self._backend = backend = handle.backend
+        handle.automatic = self
+        backend.runner.after_entry, backend.runner.relieve = self._after_entry, self._relieve
+        backend.after_call = self._after_call
+        self._say("chosen from sizes and the link" if not self._is_known() else "chosen from what was measured before")
+
+    # ------------------------------------------------------------------ while the pipeline runs
+
+    def _after_entry(self, path: str) -> None:
+        """A component has run."""
+        self._forwards[path] += 1
+        if self._is_settled or self._forwards[path] != _MEASURED_FORWARD or path not in self._counts():
+            return
+        backend = self._enabled()
+        recorder = backend.streamer.recorder
+        if recorder is not None and not self._is_known():
+            activations = backend.records.activations(recorder)
+            self._choose_anew(measure(recorder.spans(), self._blocks(), activations=activations), calls=0)
+
+    def _after_call(self) -> None:
+        """A call has ended without an error."""
+        records = self._enabled().records
+        if self._is_settled or records.is_waiting or records.first_call is None:
+            return
+        recorder = records.first_call
+        measured = measure(
+            recorder.spans(),
+            self._blocks(),
+            activations=records.activations(recorder),
+            peak_nbytes=recorder.peak_nbytes,
+        )
+        self._is_settled = True
+        self._profile.keep_measured(self._key, measured)
+        self._choose_anew(measured, calls=1)
+
+    def _relieve(self, path: str) -> bool:
+        """The device's memory was too short for a component: make room. Whether there was any to be made."""
+        backend = self._enabled()
+        module = next((module for at, module in backend.components if at == path), None)
+        held = backend.streamer.slots.nbytes + backend.stages.nbytes
+        if (module is not None and cache_of(module) is not None) or not (held or any(self._counts().values())):
+            return False  # What a cache has noted of a forward that failed would count in the next one.
+        logger.warning("The device's memory is too short for %s: resident blocks leave, and it is run once more.", path)
+        backend.stages.give_up_all()
+        self._keep(dict.fromkeys(self._counts(), 0), 2)
+        backend.streamer.release_slots()
+        self._platform.return_freed_memory()
+        # What it takes is measured, and the call chosen anew at its end.
+        self._is_settled = False
+        backend.records.start()
+        return True
+
+    def _choose_anew(self, measured: Measured, calls: int) -> None:
+        """Residents and slots for what is known now; kinds stay."""
+        kinds = self.prediction.choice.kinds
+        self.problem = _alike(with_measured(self.problem, measured, calls=calls))
+        try:
+            found = choose(self.problem, kinds)
+        except DoesNotFit as error:
+            logger.warning("%s Nothing is kept on the device meanwhile.", error)
+            found = predict(self.problem, replace(self.prediction.choice, residents={}, slots=2))
+        before, self.prediction = self.prediction.choice, found
+        if found.choice == before:
+            return
+        counts = {path: found.choice.residents.get(path, 0) for path in self._counts()}
+        try:
+            self._keep(counts, found.choice.slots)
+        except torch.OutOfMemoryError:
+            self._relieve("the blocks that were to stay")
+        self._say("chosen anew from what was measured")
+
+    def _keep(self, counts: Mapping[str, int], slots: int) -> None:
+        backend = self._enabled()
+        keeping = Keeping(backend)
+        if not keeping.can_change:
+            return
+        try:
+            keeping.keep(counts, slots)
+        finally:
+            assert backend.plan is not None
+            kept = {stack.component: len(stack.resident) for stack in backend.plan.stacks if stack.resident}
+            choice = replace(self.prediction.choice, residents=kept, slots=backend.streamer.slots.count)
+            self.prediction = predict(self.problem, choice)
+            backend.config = self.config
+            for handle in users(backend):
+                handle.follow(backend.plan, backend.config)
+
+    # ------------------------------------------------------------------ what it says
+
+    def _say(self, how: str) -> None:
+        choice = self.prediction.choice
+        words = {"resident": "on the device", "module": "swapped", "layer": "streamed"}
+        parts = []
+        for component in self.problem.components:
+            what = words[choice.kinds[component.path]]
+            if choice.kinds[component.path] == "layer":
+                what += f", {choice.residents.get(component.path, 0)} of {len(component.blocks)} blocks stay"
+            parts.append(f"{component.path} {what}")
+        logger.info("auto, %s: %s.", how, "; ".join(parts))
+        logger.info("why: %s.", "; ".join(self._reasons()))
+        logger.info("by hand: %s", choice.as_call())
+
+    def _reasons(self) -> Sequence[str]:
+        rates, prediction = self.problem.rates, self.prediction
+        reasons = [
+            f"{format_bytes(prediction.peak_nbytes)} of {format_bytes(self.problem.device_nbytes)} at the most"
+            + (f" (in {prediction.peak_in})" if prediction.peak_in else ""),
+            f"the link gives {rates.link_bytes_per_s / 1e9:.3g} GB/s ({rates.source})",
+        ]
+        for path in self._streamed():
+            step = prediction.steps[path]
+            if step.compute_seconds:
+                reasons.append(f"a forward of {path} takes {format_seconds(step.seconds)}, {step.bound}-bound")
+            elif step.copy_seconds:
+                reasons.append(f"the copies of a forward of {path} take {format_seconds(step.copy_seconds)}")
+        return reasons
+
+    # ------------------------------------------------------------------ what there is
+
+    def _enabled(self) -> PlanBackend:
+        assert self._backend is not None
+        return self._backend
+
+    def _counts(self) -> dict[str, int]:
+        """Path of a component with a stack that may keep blocks -> how many it keeps now."""
+        plan = self._enabled().plan
+        stacks = () if plan is None else plan.stacks
+        may_keep = {component.path for component in self.problem.components if component.may_keep_blocks}
+        return {stack.component: len(stack.resident) for stack in stacks if stack.component in may_keep}
+
+    def _blocks(self) -> dict[str, list[str]]:
+        """Path of a component with a stack -> paths of its blocks."""
+        plan = self._enabled().plan
+        stacks = () if plan is None else plan.stacks
+        return {stack.component: [stack.path(index) for index in range(len(stack.blocks))] for stack in stacks}
+
+    def _streamed(self) -> list[str]:
+        kinds = self.prediction.choice.kinds
+        return [component.path for component in self.problem.components if kinds[component.path] == "layer"]
+
+    def _is_known(self) -> bool:
+        """Whether the compute of some block is."""
+        return any(block.seconds for component in self.problem.components for block in component.blocks)
+
+    def _has_plenty(self) -> bool:
+        """Whether all weights fit into half of the budget, so that activations hardly can be too large."""
+        return sum(component.nbytes for component in self.problem.components) <= self.problem.device_nbytes // 2
+
+
+def _assumed(costs: Sequence[ComponentCost], request: Request, budget: int) -> tuple[ComponentCost, ...]:
+    """With what isn't known yet: forwards in a call, and activations."""
+    dits = Counter(component.class_name for component in costs if component.role == "dit")
+    forwards = request.workload.get("num_inference_steps", _FORWARDS)
+    return tuple(
+        replace(
+            component,
+            # DiTs of one class take turns.
+            forwards=max(1, forwards // dits[component.class_name]) if component.role == "dit" else 1,
+            activation_nbytes=request.activation_memory or int(_ACTIVATIONS[component.role] * budget),
+        )
+        for component in costs
+    )
+
+
+def _alike(problem: Problem) -> Problem:
+    """DiTs of the same class and size take the same, whichever of them was measured."""
+    known = {
+        (component.class_name, component.nbytes): component
+        for component in problem.components
+        if component.role == "dit" and any(block.seconds for block in component.blocks)
+    }
+    components = []
+    for component in problem.components:
+        twin = known.get((component.class_name, component.nbytes))
+        if twin is not None and component.role == "dit" and not any(block.seconds for block in component.blocks):
+            component = replace(
+                component,
+                blocks=twin.blocks,
+                seconds=twin.seconds,
+                activation_nbytes=max(component.activation_nbytes, twin.activation_nbytes),
+            )
+        components.append(component)
+    return replace(problem, components=tuple(components))
+
+
+def _nbytes_on(pipe: Any, device: torch.device) -> int:
+    """Bytes of a pipeline's weights that are on a device."""
+    seen: set[int] = set()
+    total = 0
+    for path, module in iterate_modules(pipe):
+        leaves = find_leaves(module, path, seen)
+        seen.update(id(leaf.tensor) for leaf in leaves)
+        total += sum(leaf.nbytes for leaf in leaves if leaf.tensor.device == device)
+    return total if device.type != "cpu" else 0
