@@ -24,7 +24,14 @@ MAX_SLOTS = 64
 
 
 class OffloadStrategy(str, Enum):
-    """The backend that carries out a configuration."""
+    """The backend that carries out a configuration.
+
+    Attributes:
+        NONE: nothing is offloaded.
+        MODEL_LEVEL: whole components are swapped.
+        LAYERWISE: blocks are streamed; swapped components may stand beside.
+        DISTRIBUTED_LAYERWISE: the same, with resident blocks, or with blocks that several ranks share.
+    """
 
     NONE = "none"
     MODEL_LEVEL = "model-level"
@@ -33,7 +40,12 @@ class OffloadStrategy(str, Enum):
 
 
 class WeightTransfer(str, Enum):
-    """How a block's bytes reach the device: from this rank's host memory, or from shards of all ranks."""
+    """How a block's bytes reach the device.
+
+    Attributes:
+        RANK_LOCAL: from this rank's host memory or files.
+        ALLGATHER: from shards of all ranks.
+    """
 
     RANK_LOCAL = "rank-local"
     ALLGATHER = "allgather"
@@ -43,10 +55,16 @@ class WeightTransfer(str, Enum):
 class LayerOptions:
     """Options of one streamed component.
 
-    `resident_layers`: how many of its blocks stay on the device (DiTs only). `source`: "memory" packs the weights into
-    host memory, "checkpoint" reads them from the files that they were loaded from, "auto" leaves them where the loader
-    has: in the files with `load_omni_pipeline`, in memory otherwise. `host_registration_limit_gib`: so much of the
-    files is page-locked in the page cache, where the platform can, and copied without staging.
+    Attributes:
+        weight_transfer: whether each rank has all of its blocks, or a share of them.
+        resident_layers: how many of its blocks stay on the device (DiTs only).
+        source: "memory" packs the weights into host memory, "checkpoint" reads them from the files that they were
+            loaded from, "auto" leaves them where the loader has: in the files with `load_omni_pipeline`, in memory
+            otherwise.
+        host_registration_limit_gib: so many GiB of the files are page-locked in the page cache, where the platform can,
+            and copied without staging.
+
+    Raises TypeError or ValueError for values that aren't allowed, or not together.
     """
 
     weight_transfer: WeightTransfer = WeightTransfer.RANK_LOCAL
@@ -75,7 +93,18 @@ class LayerOptions:
 
     @classmethod
     def parse(cls, component: str, options: Any) -> LayerOptions:
-        """From a mapping with any of the fields' names. TypeError or ValueError names `component` and the choices."""
+        """From a mapping with any of the fields' names.
+
+        Args:
+            component: whose options they are: a selector or a path.
+            options: the mapping, or options that were made before.
+
+        Returns:
+            The options.
+
+        Raises:
+            TypeError, ValueError: a name or a value isn't allowed. The message has `component` and the choices.
+        """
         if isinstance(options, LayerOptions):
             parsed = options
         else:
@@ -95,15 +124,23 @@ class LayerOptions:
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """A validated request. `components` is None for configurations from the legacy flags: they select nothing, and what
-    can't be done for a pipeline is warned about and skipped; with a selection it raises. `choices` has a choice per
-    component instead, by selector ("dit", "text_encoder", "image_encoder", "vae") or path: "layer", "module" or
-    "resident"; a path goes before a selector. `is_default`: the selection is the mode's own, so what a pipeline lacks
-    of it isn't missed.
+    """A validated request.
 
-    `pin_memory`: pin all offloaded weights, none, or at most that many bytes. `slots`: device buffers, each as large as
-    the largest streamed block. `group_size`: ranks that share weights; the other multi-rank facts are what they are
-    called.
+    Attributes:
+        strategy: the backend.
+        components: what is offloaded. None for configurations from the legacy flags, which select nothing: what can't
+            be done for a pipeline is warned about and skipped then; with a selection it raises.
+        choices: instead of `components`, a choice for each, by selector ("dit", "text_encoder", "image_encoder", "vae")
+            or path: "layer", "module" or "resident". A path goes before a selector.
+        is_default: the selection is the mode's own, so what a pipeline lacks of it isn't missed.
+        layer_options: selector or path -> options of what is streamed.
+        pin_memory: page-lock all offloaded weights, none, or at most that many bytes.
+        slots: device buffers, each as large as the largest streamed block.
+        resident_policy: "spread" or "leading".
+        data_parallel_size, sequence_parallel_size: numbers of ranks.
+        hsdp_shard_size, hsdp_replicate_size, use_hsdp: likewise, of hybrid sharding, and whether it is on.
+
+    Raises TypeError or ValueError, with the choices.
     """
 
     strategy: OffloadStrategy
@@ -159,12 +196,21 @@ class OffloadConfig:
         slots: int = 2,
         resident_policy: str = "spread",
     ) -> OffloadConfig:
-        """The Python API. `mode`: "layer" or "module"; None means "layer". `components`: a sequence of "dit",
-        "text_encoder", "image_encoder"; None means ["dit"] in layer mode and all of them in module mode; or a mapping
-        from these, "vae" or a component's path to "layer", "module" or "resident", and then `mode` may be left out.
-        `layer_options`: component -> any of the fields of `LayerOptions`.
+        """What the arguments of `enable_omni_offload` mean.
 
-        Raises TypeError or ValueError, with the choices.
+        Args:
+            mode: "layer" or "module"; None means "layer", or what `components` chooses.
+            components: a sequence of "dit", "text_encoder", "image_encoder"; None means ["dit"] in layer mode and all
+                of them in module mode. Or a mapping from these, "vae" or a component's path to "layer", "module" or
+                "resident".
+            layer_options: component -> any of the fields of `LayerOptions`.
+            pin_memory, slots, resident_policy: see the attributes.
+
+        Returns:
+            The configuration.
+
+        Raises:
+            TypeError, ValueError: an argument isn't allowed. The message has the choices.
         """
         if mode is not None:
             mode = one_of("mode", mode, MODES)
@@ -192,7 +238,8 @@ class OffloadConfig:
 
     @classmethod
     def parse(cls, mapping: Any) -> OffloadConfig:
-        """The compact form: `mode` and `components` (both needed), `layer_options`, `pin_memory` (a bool)."""
+        """The compact form: a `mapping` with `mode` and `components` (both needed), `layer_options`, `pin_memory` (a
+        bool). Raises TypeError or ValueError, with the choices."""
         check_keys("The offload configuration", mapping, ("mode", "components", "layer_options", "pin_memory"))
         for name, choices in (("mode", MODES), ("components", COMPONENTS)):
             if mapping.get(name) is None:
@@ -209,7 +256,8 @@ class OffloadConfig:
 
     @classmethod
     def from_od_config(cls, od_config: Any) -> OffloadConfig:
-        """From any object or mapping that has `diffusion_offload_config` or the legacy flags; see `legacy_flags.py`."""
+        """From any object or mapping that has `diffusion_offload_config` or the legacy flags; see `legacy_flags.py`.
+        Raises TypeError or ValueError for fields that contradict each other."""
         from diffusers_omni_offload.legacy_flags import config_from_flags
 
         return config_from_flags(od_config)
@@ -244,7 +292,15 @@ class OffloadConfig:
         return self.choice_for(component) != "resident"
 
     def choice_for(self, selector: str, path: str = "") -> str:
-        """What is chosen for a component, by its path or by its selector: "layer", "module" or "resident"."""
+        """What is chosen for a component.
+
+        Args:
+            selector: the name that stands for all of its kind.
+            path: its own, which goes first.
+
+        Returns:
+            "layer", "module" or "resident".
+        """
         if self.strategy is OffloadStrategy.NONE:
             return "resident"
         if self.choices:
@@ -256,7 +312,15 @@ class OffloadConfig:
         return "module" if is_model_level else "layer"
 
     def options_for(self, selector: str, path: str = "") -> LayerOptions:
-        """The options of a component, by its path or by its selector; the defaults if none were given."""
+        """The options of a component.
+
+        Args:
+            selector: the name that stands for all of its kind.
+            path: its own, which goes first.
+
+        Returns:
+            Its options; the defaults if none were given.
+        """
         return self.layer_options.get(path) or self.layer_options.get(selector, LayerOptions())
 
 

@@ -96,9 +96,18 @@ SupportsComponentDiscovery.__init__ = _pass_on_init  # type: ignore[method-assig
 class SupportsModelCpuOffload(Protocol):
     """A pipeline that moves its own phases between host and device; model-level offload delegates to it."""
 
-    def enable_omni_model_cpu_offload(self, *args: Any, **kwargs: Any) -> None: ...
+    def enable_omni_model_cpu_offload(self, *args: Any, **kwargs: Any) -> None:
+        """Have the phases moved from now on.
 
-    def disable_omni_model_cpu_offload(self) -> None: ...
+        Args:
+            args: none are given.
+            kwargs: `device`, where to run, and `pin_memory`, whether host memory is page-locked.
+        """
+        ...
+
+    def disable_omni_model_cpu_offload(self) -> None:
+        """Leave all weights on the CPU, ordinary tensors again."""
+        ...
 
 
 @dataclass(frozen=True)

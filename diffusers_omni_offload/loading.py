@@ -72,6 +72,9 @@ def load_omni_pipeline(
         variant: as of `from_pretrained`.
         kwargs: the rest of its arguments.
 
+    Returns:
+        The pipeline.
+
     Raises:
         CheckpointError: files are missing or damaged. The message names them.
         TypeError: `cls` is no class of a diffusers pipeline.

@@ -26,7 +26,7 @@ def _is_wanted(record: logging.LogRecord) -> bool:
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to stderr, unless the program handles logs itself. Of several ranks all warn, and the first one informs."""
+    """Writes to stderr, unless the program handles logs itself. Of several ranks all warn, but only one informs."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if logging.getLogger().handlers or (record.levelno < logging.WARNING and not is_torch_dist_rank_zero()):

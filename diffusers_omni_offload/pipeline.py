@@ -148,7 +148,19 @@ def _enable_automatically(pipe: Any, request: Request, device: torch.device) -> 
 def enable_from_config(
     pipe: Any, config: OffloadConfig, *, device: torch.device | str | int | None = None
 ) -> OffloadHandle:
-    """`enable_omni_offload` for a configuration that was parsed before; see there."""
+    """`enable_omni_offload` for a configuration that was parsed before.
+
+    Args:
+        pipe: a diffusers pipeline, on the CPU or on the device already.
+        config: the configuration.
+        device: where to run; None takes the current accelerator.
+
+    Returns:
+        The handle, which is `pipe.omni_offload` too.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as of `enable_omni_offload`. The pipeline is untouched then.
+    """
     where = resolve_device(device)
     if config.strategy is OffloadStrategy.DISTRIBUTED_LAYERWISE:
         config = with_parallel_facts(config, dict(iterate_modules(pipe)))

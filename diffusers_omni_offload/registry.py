@@ -27,7 +27,16 @@ def register_adapter(*pipeline_class_names: str) -> Callable[[C], C]:
     """Class decorator: the class declares the components of the pipelines with these class names.
 
     A third party's adapter takes the place of a built-in one. Subclasses of a pipeline class use its adapter.
-    Raises ValueError if another third-party (or another built-in) class holds a name already.
+
+    Args:
+        pipeline_class_names: names of pipeline classes.
+
+    Returns:
+        The decorator, which gives the class back.
+
+    Raises:
+        TypeError: a name isn't one, or what is decorated is no class.
+        ValueError: there are no names, or another third-party (or another built-in) class holds one already.
     """
     if not pipeline_class_names:
         raise ValueError("register_adapter needs the name of at least one pipeline class, such as 'WanPipeline'.")
@@ -56,7 +65,8 @@ def register_adapter(*pipeline_class_names: str) -> Callable[[C], C]:
 
 
 def adapter_for(pipeline_class: type) -> type | None:
-    """The adapter of `pipeline_class` or of the nearest class that it inherits from; None if there is none."""
+    """The adapter of `pipeline_class` or of the nearest class that it inherits from; None if there is none. Raises
+    TypeError for what is no class."""
     if not isinstance(pipeline_class, type):
         raise TypeError(f"adapter_for takes a pipeline class; it was given {pipeline_class!r}. Use type(pipeline).")
     _load()

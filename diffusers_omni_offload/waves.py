@@ -94,7 +94,7 @@ def agree_on_wave(agreement: Agreement, facts: Mapping[str, Any], what: str) -> 
 
 
 def spread_prompts(prompts: Iterable[T], group: WeightGroup | None = None) -> Iterator[tuple[int | None, T]]:
-    """This rank's prompts, each with its index in all of `prompts`, in as many turns as every other rank has.
+    """This rank's prompts, in as many turns as every other rank has.
 
     Where the prompts don't suffice for the last turn, some ranks get the last prompt again, with None as its index:
     make the call, because the others need this rank in it, and drop the output.
@@ -103,6 +103,9 @@ def spread_prompts(prompts: Iterable[T], group: WeightGroup | None = None) -> It
         prompts: the same on each rank; prompts, or whatever a call is made from.
         group: the ranks that take turns; ranks that share a request all get all prompts. None means all processes, each
             with requests of its own.
+
+    Returns:
+        (index in all of `prompts`, prompt), one after the other.
     """
     everything = list(prompts)
     size, rank = _place(group)

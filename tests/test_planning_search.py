@@ -144,6 +144,20 @@ def test_what_cant_be_offloaded_stays() -> None:
     assert {choice.kinds["vae"] for choice in choices(problem)} == {"resident"}
 
 
+def test_kinds_that_are_given_are_kept() -> None:
+    free = choose(wan(60 * GB, seconds=0.01))
+    given = {"transformer": "layer", "transformer_2": "layer", "text_encoder": "resident", "vae": "module"}
+    assert free.choice.kinds != given
+    problem = wan(60 * GB, seconds=0.01)
+    chosen = choose(problem, given)
+    assert chosen.choice.kinds == given and chosen.choice.residents["transformer"] > 5
+    assert {tuple(choice.kinds.items()) for choice in choices(problem, given)} == {tuple(given.items())}
+    everything = {path: "resident" for path in given}
+    assert [choice.kinds for choice in choices(problem, everything)] == [everything]
+    with pytest.raises(DoesNotFit):
+        choose(problem, everything)
+
+
 def test_compute_that_is_unknown_leaves_the_copies_to_compare() -> None:
     chosen = choose(wan(24 * GB, seconds=0.0))
     assert chosen.choice.residents["transformer"] > 5

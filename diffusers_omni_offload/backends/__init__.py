@@ -34,12 +34,15 @@ _BACKENDS: dict[OffloadStrategy, type[PlanBackend]] = {
 
 
 def get_offload_backend(config: OffloadConfig, device: torch.device, pipeline: object = None) -> OffloadBackend | None:
-    """The backend of a configuration; None, with one line in the log, if there is nothing to do or nowhere to do it.
+    """The strategy that carries out a configuration.
 
     Args:
         config: the configuration.
         device: the execution device, the current one of its type if it has no index.
         pipeline: what is to be offloaded. Model-level offload is left to a pipeline that moves its own phases.
+
+    Returns:
+        The backend; None, with one line in the log, if there is nothing to do or nowhere to do it.
     """
     if config.strategy is OffloadStrategy.NONE:
         logger.info("Offload is off: the configuration selects no strategy.")

@@ -70,6 +70,7 @@ class Memory:
         resident = [component for component in problem.components if kinds[component.path] == "resident"]
         self._fixed = sum(map(whole_nbytes, resident)) + sum(component.state_nbytes for component in self._streamed)
         self._sizes: dict[tuple[str, int], StackSizes] = {}
+        self._states_of: dict[str, list[int]] = {}
 
     def peak(self, residents: Mapping[str, int], slots: int) -> tuple[int, str]:
         """Device bytes at the most, and the path of the component that runs then.
@@ -78,26 +79,28 @@ class Memory:
             residents: path of a streamed component -> number of its resident blocks; 0 for others.
             slots: number of slots.
         """
-        permanent = self._permanent(residents)
-        in_slots = self.slots_nbytes(residents, slots)
-        most, where = permanent + in_slots, ""
-        for component, states in self._running:
-            held = max(self._held(component, permanent, in_slots, swapped) for swapped in states)
-            held += component.activation_nbytes
+        most, where = self.between_calls(residents, slots), ""
+        for component in self._running:
+            held = self.held(component, residents, slots) + component.activation_nbytes
             if held > most or not where:
                 most, where = max(held, most), component.path
         return most, where
 
+    def held(self, runs: ComponentCost, residents: Mapping[str, int], slots: int) -> int:
+        """Device bytes of weights and slots while a component runs, at the most. What else is taken then, its
+        activations and what the pipeline keeps, isn't in it."""
+        permanent = self._permanent(residents)
+        in_slots = self.slots_nbytes(residents, slots)
+        return max(self._held(runs, permanent, in_slots, swapped) for swapped in self._states(runs))
+
     def floor(self) -> int:
         """Device bytes below which no choice of these kinds stays, without slots and resident blocks."""
         permanent = self._permanent({})
-        return max(
-            (
-                permanent + component.activation_nbytes + (0 if self._finds_others(component) else min(states))
-                for component, states in self._running
-            ),
-            default=permanent,
+        held = (
+            component.activation_nbytes + (0 if self._finds_others(component) else min(self._states(component)))
+            for component in self._running
         )
+        return permanent + max(held, default=0)
 
     def between_calls(self, residents: Mapping[str, int], slots: int) -> int:
         """Device bytes that stay between calls, at the most: slots may have been given back."""
@@ -124,13 +127,15 @@ class Memory:
         return self._fixed + sum(self.stack(component, residents).kept_nbytes for component in self._streamed)
 
     @cached_property
-    def _running(self) -> list[tuple[ComponentCost, list[int]]]:
-        """Each component that runs, and how many bytes of swapped ones may be there then, itself included."""
-        return [
-            (component, self._after_others(component) if self._finds_others(component) else [self._beside(component)])
-            for component in self._problem.components
-            if component.forwards
-        ]
+    def _running(self) -> list[ComponentCost]:
+        return [component for component in self._problem.components if component.forwards]
+
+    def _states(self, runs: ComponentCost) -> list[int]:
+        """How many bytes of swapped components may be there while one runs, itself included."""
+        if runs.path not in self._states_of:
+            found = self._after_others(runs) if self._finds_others(runs) else [self._beside(runs)]
+            self._states_of[runs.path] = found
+        return self._states_of[runs.path]
 
     def _finds_others(self, runs: ComponentCost) -> bool:
         """Whether what was swapped in before stays while it runs, unless memory is short."""

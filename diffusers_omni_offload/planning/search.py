@@ -29,14 +29,18 @@ class Option:
     residents: int = 0
 
 
-def choices(problem: Problem) -> Iterator[Choice]:
+def choices(problem: Problem, kinds: Mapping[str, str] | None = None) -> Iterator[Choice]:
     """Every choice that makes sense, whether it fits or not.
 
     DiTs of the same class and number of blocks get the same. A DiT that may keep blocks is never "resident": "layer"
     with all of its blocks resident is the same, and can give some up later.
+
+    Args:
+        problem: the pipeline and the machine.
+        kinds: path of a component -> its kind, if that isn't to be chosen any more.
     """
-    groups = _groups(problem)
-    for options in product(*(_options(group[0]) for group in groups)):
+    groups = _groups(problem, kinds)
+    for options in product(*(_options(group[0], kinds) for group in groups)):
         for slots in _slots(options):
             yield _choice(groups, options, slots)
 
@@ -46,8 +50,8 @@ def choose(problem: Problem, kinds: Mapping[str, str] | None = None) -> Predicti
     the one that takes the least device memory.
 
     Args:
-        problem: the pipeline, the machine and the budget.
-        kinds: path of a component -> its kind, if that is fixed; residents and slots are still to be chosen.
+        problem: the pipeline and the machine.
+        kinds: path of a component -> its kind, if that isn't to be chosen any more: then only residents and slots are.
 
     Raises:
         DoesNotFit: there is none. It says how much is missing, where, and what would help.
@@ -55,17 +59,26 @@ def choose(problem: Problem, kinds: Mapping[str, str] | None = None) -> Predicti
     return predict(problem, _Search(problem, kinds or {}).run())
 
 
-def _groups(problem: Problem) -> list[list[ComponentCost]]:
+def _groups(problem: Problem, kinds: Mapping[str, str] | None) -> list[list[ComponentCost]]:
     """Components that get the same."""
     groups: dict[object, list[ComponentCost]] = {}
     for component in problem.components:
         is_twin = component.role == "dit" and component.class_name
-        key = (component.class_name, len(component.blocks)) if is_twin else component.path
+        given = (kinds or {}).get(component.path)
+        key = (component.class_name, len(component.blocks), given) if is_twin else component.path
         groups.setdefault(key, []).append(component)
     return list(groups.values())
 
 
-def _options(component: ComponentCost) -> list[Option]:
+def _options(component: ComponentCost, kinds: Mapping[str, str] | None = None) -> list[Option]:
+    """What may be chosen for a component; of one kind, if that is given."""
+    kind = (kinds or {}).get(component.path)
+    if kind is not None:
+        return [option for option in _every_option(component) if option.kind == kind] or [Option(kind)]
+    return _every_option(component)
+
+
+def _every_option(component: ComponentCost) -> list[Option]:
     count = len(component.blocks)
     options = [Option("module")] if component.may_swap else []
     # A single block would never leave its slot.
@@ -94,9 +107,8 @@ class _Search:
     """
 
     def __init__(self, problem: Problem, kinds: Mapping[str, str]) -> None:
-        self._problem = problem
-        self._groups = _groups(problem)
-        self._fixed = kinds
+        self._problem, self._kinds = problem, kinds
+        self._groups = _groups(problem, kinds)
         self._times: dict[tuple[object, ...], float] = {}
         self._best: float | None = None
         # Of the choices that fit and are as fast as the best: seconds, device bytes, choice.
@@ -105,17 +117,13 @@ class _Search:
     def run(self) -> Choice:
         """The best one. DoesNotFit if there is none."""
         for slots in SLOTS:
-            for kinds in product(*map(self._kinds, self._groups)):
+            for kinds in self._all_kinds():
                 if slots == SLOTS[0] or "layer" in kinds:
                     self._look_at(kinds, slots)
         if self._best is None:
             raise self._refusal()
         limit = self._best * (1 + AS_FAST)
         return min((found for found in self._found if found[0] <= limit), key=lambda found: (found[1], found[0]))[2]
-
-    def _kinds(self, group: Sequence[ComponentCost]) -> list[str]:
-        fixed = self._fixed.get(group[0].path)
-        return [fixed] if fixed is not None else list(dict.fromkeys(option.kind for option in _options(group[0])))
 
     def _look_at(self, kinds: Sequence[str], slots: int) -> None:
         """All choices of these kinds."""
@@ -125,13 +133,18 @@ class _Search:
         ranked = [self._ranked(group, kind, slots) for group, kind in zip(self._groups, kinds, strict=True)]
         self._descend(memory, ranked, slots, [], 0.0)
 
+    def _all_kinds(self) -> Iterator[tuple[str, ...]]:
+        """A kind for each group."""
+        options = [_options(group[0], self._kinds) for group in self._groups]
+        return product(*(dict.fromkeys(option.kind for option in found) for found in options))
+
     def _memory(self, kinds: Sequence[str]) -> Memory:
         pairs = zip(self._groups, kinds, strict=True)
         return Memory(self._problem, {component.path: kind for group, kind in pairs for component in group})
 
     def _ranked(self, group: Sequence[ComponentCost], kind: str, slots: int) -> list[tuple[float, Option]]:
         """The options of a kind with the seconds of the group's part of a call, the fastest first."""
-        options = _options_of(group[0], kind)
+        options = _options(group[0], {group[0].path: kind})
         return sorted(
             ((sum(self._seconds(component, option, slots) for component in group), option) for option in options),
             key=lambda ranked: ranked[0],
@@ -177,13 +190,13 @@ class _Search:
     def _refusal(self) -> DoesNotFit:
         """No choice fits: which one is the nearest to it?"""
         least: tuple[int, int, Choice] | None = None
-        for kinds in product(*map(self._kinds, self._groups)):
+        for kinds in self._all_kinds():
             memory = self._memory(kinds)
             at_least = memory.floor() - self._problem.device_nbytes
             if least is not None and at_least > least[0]:
                 continue
             pairs = zip(self._groups, kinds, strict=True)
-            options = [_options_of(group[0], kind) for group, kind in pairs]
+            options = [_options(group[0], {group[0].path: kind}) for group, kind in pairs]
             for chosen in product(*options):
                 choice = _choice(self._groups, chosen, SLOTS[0])
                 missing = max(memory.peak(choice.residents, choice.slots)[0] - self._problem.device_nbytes, 0)
@@ -192,7 +205,3 @@ class _Search:
                     least = *both, choice
         assert least is not None
         return device_refusal(self._problem, least[2]) if least[0] else host_refusal(self._problem, least[2])
-
-
-def _options_of(component: ComponentCost, kind: str) -> list[Option]:
-    return [option for option in _options(component) if option.kind == kind] or [Option(kind)]

@@ -52,6 +52,13 @@ def survey(pipe: Any, *, declarations: type | None = None) -> tuple[ComponentCos
     Raises:
         ValueError, TypeError: a declaration is wrong.
     """
+    return survey_blocks(pipe, declarations=declarations)[0]
+
+
+def survey_blocks(
+    pipe: Any, *, declarations: type | None = None
+) -> tuple[tuple[ComponentCost, ...], dict[str, BlockStack]]:
+    """`survey`, and the blocks that were found: path of a component -> its stack, in the order of its cost's blocks."""
     discovery = discover(pipe, declarations, frozenset(), Findings(explicit=False))
     stacks = streamable(pipe, declarations, discovery)
     shared = _shared(discovery.components, stacks)
@@ -89,10 +96,11 @@ def survey(pipe: Any, *, declarations: type | None = None) -> tuple[ComponentCos
         counted.update(id(leaf.tensor) for leaf in leaves)
         counted.update(map(id, parameters))
     holders = _holders(discovery.components, costs)
-    return tuple(
+    found = tuple(
         replace(costs[component.path], may_swap=costs[component.path].may_swap and component.path not in holders)
         for component in discovery.components
     )
+    return found, stacks
 
 
 def streamable(pipe: Any, declarations: type | None, discovery: Discovery) -> dict[str, BlockStack]:

@@ -19,10 +19,16 @@ ComponentRole = Literal["dit", "encoder", "vae", "resident"]
 
 @dataclass(frozen=True, repr=False)
 class BlockStack:
-    """The ordered blocks of one component that share a ring.
+    """The ordered blocks of one component that are streamed together.
 
-    `block_paths`, `blocks` and `nbytes` have one entry a block; `resident` holds sorted indices into them. `options`
-    are those of the component.
+    Attributes:
+        component: path of the component.
+        kind: whether it is a DiT or an encoder.
+        block_paths: of each block, relative to the component.
+        blocks: the blocks.
+        resident: sorted indices of those that stay on the device.
+        nbytes: bytes of each block.
+        options: those of the component.
     """
 
     component: str
@@ -83,8 +89,13 @@ class BlockStack:
 
 @dataclass(frozen=True, repr=False)
 class ResolvedComponent:
-    """One module of the pipeline, by its first dotted path, and its part. `path` is "" for the pipeline module
-    itself."""
+    """One module of the pipeline.
+
+    Attributes:
+        path: its first dotted path; "" for the pipeline module itself.
+        module: the module.
+        role: its part.
+    """
 
     path: str
     module: nn.Module
@@ -100,13 +111,20 @@ class ResolvedComponent:
 
 @dataclass(frozen=True, repr=False)
 class ResolvedPlan:
-    """What a strategy does with a pipeline. `components` holds each module component once, by identity.
+    """What a strategy does with a pipeline.
 
-    With `skip_reason` set, nothing at all is placed or hooked. `swapped` are the paths of the components that are moved
-    as wholes, `on_demand` those of the components (or of DiT submodules) that load and offload themselves.
-    `entry_points`: component -> its methods that use its weights. `groups`: component -> what it has in common with
-    those that stay on the device when it runs, if that isn't its role. `checkpoint_layouts`: component -> what its
-    checkpoint has in another form.
+    Attributes:
+        strategy: the backend.
+        components: each module component once, by identity.
+        stacks: what is streamed.
+        swapped: paths of the components that are moved as wholes.
+        on_demand: paths of the components (or of DiT submodules) that load and offload themselves.
+        entry_points: component -> its methods that use its weights.
+        groups: component -> what it has in common with those that stay on the device when it runs, if that isn't its
+            role.
+        checkpoint_layouts: component -> what its checkpoint has in another form.
+        skip_reason: why nothing at all is placed or hooked; None if something is.
+        notes: what a reader of the plan should know.
     """
 
     strategy: OffloadStrategy

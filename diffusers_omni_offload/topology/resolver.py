@@ -34,11 +34,19 @@ _LIFECYCLE = ("load_to_device", "offload_to_cpu")
 
 
 def resolve_offload_plan(pipeline: Any, config: OffloadConfig, *, declarations: type | None = None) -> ResolvedPlan:
-    """What `config` means for `pipeline`. Pure: reads modules' structure, shapes and dtypes, and nothing else.
+    """What a configuration means for a pipeline. Pure: reads modules' structure, shapes and dtypes, and nothing else.
 
-    `declarations`: a class with component declarations, used if the pipeline has none of its own.
-    Raises ValueError or TypeError for what the pipeline can't do; if no components were selected, most of that is
-    warned about and skipped instead (`skip_reason` is set if nothing is left to do).
+    Args:
+        pipeline: a pipeline.
+        config: the configuration.
+        declarations: a class with component declarations, used if the pipeline has none of its own.
+
+    Returns:
+        The plan; its `skip_reason` is set if nothing is left to do.
+
+    Raises:
+        ValueError, TypeError: what the pipeline can't do. If no components were selected, most of that is warned about
+            and skipped instead.
     """
     if config.strategy is OffloadStrategy.NONE:
         return ResolvedPlan(config.strategy, (), (), skip_reason="offloading is switched off")
