@@ -25,9 +25,12 @@ from diffusers_omni_offload.handle import OffloadHandle, omni_offload
 from diffusers_omni_offload.loading import load_omni_pipeline
 from diffusers_omni_offload.phases import PhaseOffload
 from diffusers_omni_offload.pipeline import disable_omni_offload, enable_from_config, enable_omni_offload
+from diffusers_omni_offload.planning.search import DoesNotFit
 from diffusers_omni_offload.registry import adapter_for, register_adapter, registered_pipelines
+from diffusers_omni_offload.report import OffloadReport
 from diffusers_omni_offload.topology.plan import BlockStack, ResolvedComponent, ResolvedPlan
 from diffusers_omni_offload.topology.resolver import resolve_offload_plan
+from diffusers_omni_offload.tracing import Trace
 from diffusers_omni_offload.waves import spread_prompts
 from diffusers_omni_offload.weights.checkpoint import CheckpointError
 
@@ -37,11 +40,13 @@ __all__ = [
     "AgreementError",
     "BlockStack",
     "CheckpointError",
+    "DoesNotFit",
     "LayerOptions",
     "OffloadBackend",
     "OffloadConfig",
     "OffloadHandle",
     "OffloadPlan",
+    "OffloadReport",
     "OffloadStrategy",
     "PhaseOffload",
     "RankFailed",
@@ -52,6 +57,7 @@ __all__ = [
     "Stored",
     "SupportsComponentDiscovery",
     "SupportsModelCpuOffload",
+    "Trace",
     "WeightTransfer",
     "adapter_for",
     "disable_omni_offload",

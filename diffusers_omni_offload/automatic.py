@@ -21,8 +21,10 @@ from diffusers_omni_offload.planning.costs import ComponentCost, Problem
 from diffusers_omni_offload.planning.measured import Measured, measure, with_measured
 from diffusers_omni_offload.planning.predicting import predict
 from diffusers_omni_offload.planning.search import DoesNotFit, choose
-from diffusers_omni_offload.planning.survey import survey
+from diffusers_omni_offload.planning.survey import survey, survey_blocks
 from diffusers_omni_offload.planning.times import format_seconds
+from diffusers_omni_offload.planning.workload import Request as Call
+from diffusers_omni_offload.planning.workload import with_workload, workload
 from diffusers_omni_offload.platform import Platform, platform_for
 from diffusers_omni_offload.profile import Profile, default_path, pipeline_key
 from diffusers_omni_offload.siblings import users
@@ -59,28 +61,27 @@ class Request:
     keeps_profile: bool = True
     pin_memory: bool | int = True
 
+    @property
+    def call(self) -> Call:
+        """What a call is said to be."""
+        get = self.workload.get
+        return Call(get("height"), get("width"), get("num_frames"), get("num_inference_steps"))
+
     @classmethod
     def parse(
         cls,
+        budgets: Mapping[str, int | str | None],
+        workload: Mapping[str, int | None],
         *,
-        memory_budget: int | str | None,
-        host_memory_budget: int | str | None,
-        activation_memory: int | str | None,
         profile: bool,
         pin_memory: bool | int,
-        **workload: int | None,
     ) -> Request:
-        """From the arguments of `enable_omni_offload`. TypeError or ValueError names the argument."""
-        sizes = {
-            "memory_budget": memory_budget,
-            "host_memory_budget": host_memory_budget,
-            "activation_memory": activation_memory,
-        }
+        """From the arguments of `enable_omni_offload`, by their names. TypeError or ValueError names the argument."""
         given = {name: value for name, value in workload.items() if value is not None}
         for name, value in given.items():
             integer(name, value, minimum=1)
-        parsed = {name: None if value is None else parse_bytes(name, value) for name, value in sizes.items()}
-        return cls(**parsed, workload=given, keeps_profile=profile, pin_memory=pin_memory)
+        sizes = {name: None if value is None else parse_bytes(name, value) for name, value in budgets.items()}
+        return cls(**sizes, workload=given, keeps_profile=profile, pin_memory=pin_memory)
 
 
 class Automatic:
@@ -141,8 +142,13 @@ class Automatic:
         free = platform.free_bytes() + spare + _nbytes_on(pipe, device)
         budget = int(free * (1 - _MARGIN)) if request.memory_budget is None else min(request.memory_budget, free)
         costs = survey(pipe, declarations=declarations)
+        components = _assumed(costs, request, budget)
+        if {"height", "width", "num_frames"} & set(request.workload) and not request.activation_memory:
+            _, stacks = survey_blocks(pipe, declarations=declarations)
+            found = workload(pipe, stacks, request.call)
+            components = components if found is None else with_workload(components, found, None)
         problem = Problem(
-            components=_assumed(costs, request, budget),
+            components=components,
             rates=rates,
             device_nbytes=budget,
             host_nbytes=request.host_memory_budget,

@@ -12,10 +12,13 @@ from torch import nn
 
 from diffusers_omni_offload.backends import Counters, PlanBackend
 from diffusers_omni_offload.config import OffloadConfig
+from diffusers_omni_offload.expectations import expectation
 from diffusers_omni_offload.hooks import COMPONENT_HOOK, owned_hook
 from diffusers_omni_offload.messages import format_bytes
 from diffusers_omni_offload.planning.costs import Problem
+from diffusers_omni_offload.planning.measured import Measured, measure
 from diffusers_omni_offload.planning.prediction import Prediction
+from diffusers_omni_offload.report import OffloadReport, make_report
 from diffusers_omni_offload.topology.discovery import iterate_modules
 from diffusers_omni_offload.topology.paths import MissingPathError, lookup
 from diffusers_omni_offload.topology.plan import ResolvedPlan
@@ -167,6 +170,34 @@ class OffloadHandle:
                 yield trace
             finally:
                 trace._fill(recorder.spans(), recorder.memory())
+
+    def report(self) -> OffloadReport:
+        """What the first call took, beside what was predicted: print it, or let a notebook show it.
+
+        Raises:
+            RuntimeError: offload was disabled.
+        """
+        self._require_enabled()
+        backend, platform = self.backend, self.backend.platform
+        measured = Measured()
+        recorder = backend.records.first_call
+        if recorder is not None:
+            blocks = {
+                stack.component: [stack.path(index) for index in range(len(stack.blocks))] for stack in self.plan.stacks
+            }
+            measured = measure(recorder.spans(), blocks, peak_nbytes=recorder.peak_nbytes)
+        if self.automatic is not None:
+            problem, prediction = self.automatic.problem, self.automatic.prediction
+        else:
+            problem, prediction = expectation(self._pipeline(), self.plan, self.config, platform)
+        return make_report(
+            measured,
+            backend.counters(),
+            device=platform.name,
+            is_modelled=platform.is_modelled,
+            problem=problem,
+            prediction=prediction,
+        )
 
     @property
     def backend(self) -> PlanBackend:

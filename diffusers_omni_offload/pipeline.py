@@ -104,7 +104,7 @@ def enable_omni_offload(
             slots=None if slots == 2 else slots,
             resident_policy=None if resident_policy == "spread" else resident_policy,
         )
-        request = Request.parse(**budgets, profile=profile, pin_memory=pin_memory, **workload)
+        request = Request.parse(budgets, workload, profile=profile, pin_memory=pin_memory)
         return _enable_automatically(pipe, request, resolve_device(device))
     _require_defaults('it belongs to the mode "auto"', **budgets, **workload)
     config = OffloadConfig.from_options(

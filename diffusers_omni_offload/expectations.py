@@ -1,0 +1,46 @@
+"""What an offload that is on is expected to take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diffusers_omni_offload.config import OffloadConfig
+from diffusers_omni_offload.planning.choice import Choice
+from diffusers_omni_offload.planning.costs import Problem, Rates
+from diffusers_omni_offload.planning.predicting import predict
+from diffusers_omni_offload.planning.prediction import Prediction
+from diffusers_omni_offload.planning.survey import survey
+from diffusers_omni_offload.platform import Platform
+from diffusers_omni_offload.profile import Profile, default_path
+from diffusers_omni_offload.registry import adapter_for
+from diffusers_omni_offload.topology.plan import ResolvedPlan
+
+#: PCIe 4.0 with 16 lanes gives up to 26 GB/s, half as many lanes half of it.
+ASSUMED_RATES = Rates(16e9)
+
+
+def expectation(pipe: Any, plan: ResolvedPlan, config: OffloadConfig, platform: Platform) -> tuple[Problem, Prediction]:
+    """What a plan takes by sizes, and by the link's rate in this machine's profile, or an assumed one. The compute's
+    time isn't known.
+
+    Args:
+        pipe: the pipeline.
+        plan: its plan.
+        config: its configuration.
+        platform: the device.
+    """
+    rates = Profile(default_path()).rates(platform.name) or ASSUMED_RATES
+    costs = survey(pipe, declarations=adapter_for(type(pipe)))
+    problem = Problem(costs, rates, platform.total_bytes(), total_nbytes=platform.total_bytes())
+    return problem, predict(problem, choice_of(problem, plan, config))
+
+
+def choice_of(problem: Problem, plan: ResolvedPlan, config: OffloadConfig) -> Choice:
+    """What a plan comes to, for the components of a problem."""
+    stacks = {stack.component: stack for stack in plan.stacks}
+
+    def kind(path: str) -> str:
+        return "layer" if path in stacks else "module" if path in plan.swapped else "resident"
+
+    residents = {path: len(stack.resident) for path, stack in stacks.items() if stack.resident}
+    return Choice({cost.path: kind(cost.path) for cost in problem.components}, residents, config.slots)
