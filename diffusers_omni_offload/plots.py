@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,9 @@ _LOOKS: dict[Lane, _Look] = {
 _HEIGHT = 0.76
 #: A text of one character takes about this much of the width of the axes.
 _CHARACTER = 0.0072
+#: So many dots are beside each other, about.
+_DOTS = 1000
+_MANY = 300
 
 
 def plot_spans(
@@ -95,22 +98,31 @@ def _draw_lanes(
     for row, lane in enumerate(reversed(lanes)):
         look = _LOOKS[lane]
         mine = sorted((span for span in spans if span.lane == lane), key=lambda span: span.begin)
-        bars = [((max(span.begin, begin) - begin) * scale, (min(span.end, end) - begin) * scale) for span in mine]
+        bars = list(_bars(mine, begin, end))
+        # Edges of very many bars would be all that is seen.
+        edge = 0.5 if len(bars) < _MANY else 0.0
         axes.broken_barh(
-            [(left, right - left) for left, right in bars],
+            [((left - begin) * scale, (right - left) * scale) for _, left, right in bars],
             (row - _HEIGHT / 2, _HEIGHT),
-            facecolors=[look.colors[index % 2] for index in range(len(mine))],
+            facecolors=[look.colors[index % 2] for index in range(len(bars))],
             edgecolor=look.edge,
             hatch=look.hatch,
-            linewidth=0.5,
+            linewidth=edge,
         )
-        for span, (left, right) in zip(mine, bars, strict=True):
-            text = _bar_text(span, (right - left) / ((end - begin) * scale))
+        for span, left, right in bars:
+            text = _bar_text(span, (right - left) / (end - begin)) if span is not None else ""
             if text:
                 # Hatches would cross the letters.
                 box = {"facecolor": look.colors[0], "edgecolor": "none", "pad": 0.6} if look.hatch else None
                 axes.text(
-                    (left + right) / 2, row, text, ha="center", va="center", fontsize=8, color=look.text, bbox=box
+                    ((left + right) / 2 - begin) * scale,
+                    row,
+                    text,
+                    ha="center",
+                    va="center",
+                    fontsize=8,
+                    color=look.text,
+                    bbox=box,
                 )
         if not mine:
             axes.text(0.5, row, "none", transform=axes.get_yaxis_transform(), ha="center", va="center", fontsize=8)
@@ -120,6 +132,28 @@ def _draw_lanes(
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.grid(axis="x", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
+
+
+def _bars(spans: Iterable[Span], begin: float, end: float) -> Iterator[tuple[Span | None, float, float]]:
+    """Bars of a lane as (span, begin, end), by begin. Those that are too narrow to be told apart are one bar, which has
+    no span."""
+    too_narrow = (end - begin) / _DOTS
+    held: tuple[Span | None, float, float] | None = None
+    for span in spans:
+        left, right = max(span.begin, begin), min(span.end, end)
+        if held is None:
+            held = (span, left, right)
+        elif (
+            right - left < too_narrow
+            and left - held[2] < too_narrow
+            and (held[0] is None or held[2] - held[1] < too_narrow)
+        ):
+            held = (None, held[1], max(right, held[2]))
+        else:
+            yield held
+            held = (span, left, right)
+    if held is not None:
+        yield held
 
 
 def _draw_memory(axes: Axes, memory: Sequence[MemorySample], begin: float, end: float, scale: float) -> None:

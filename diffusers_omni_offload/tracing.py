@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffusers_omni_offload.messages import format_bytes
-from diffusers_omni_offload.planning.measured import Measured, link_rate, measure, owner
+from diffusers_omni_offload.planning.measured import Measured, count_loads, link_rate, measure, owner
 from diffusers_omni_offload.planning.times import (
     BlockTimes,
     ForwardTimes,
@@ -47,6 +48,7 @@ class Trace:
         figures: what the times are, "measured" or "modelled".
         spans: stretches of time, by their begin.
         memory: samples of allocated device memory, by time.
+        components: paths of the components that ran, in the order in which they began.
     """
 
     def __init__(self, device: str, *, is_modelled: bool = False) -> None:
@@ -54,23 +56,22 @@ class Trace:
         self.figures = "modelled" if is_modelled else "measured"
         self.spans: tuple[Span, ...] = ()
         self.memory: tuple[MemorySample, ...] = ()
+        self.components: tuple[str, ...] = ()
         self._forwards: tuple[ForwardTimes, ...] = ()
+        self._owners: Mapping[str, str | None] = {}
 
     def _fill(self, spans: Sequence[Span], memory: Sequence[MemorySample]) -> None:
         """The recording has ended."""
         self.spans = tuple(sorted(spans, key=lambda span: (span.begin, -span.end)))
         self.memory = tuple(sorted(memory, key=lambda sample: sample.at))
-        self._forwards = ()
+        self.components = tuple(dict.fromkeys(span.name for span in self.spans if span.lane == "component"))
+        self._forwards = tuple(forward_times(self.spans, self.components))
+        self._owners = {name: owner(name, self.components) for name in {span.name for span in self.spans}}
 
     @property
     def seconds(self) -> float:
         """From the begin of the first span to the end of the last one."""
         return max((s.end for s in self.spans), default=0.0) - min((s.begin for s in self.spans), default=0.0)
-
-    @property
-    def components(self) -> tuple[str, ...]:
-        """Paths of the components that ran, in the order in which they began."""
-        return tuple(dict.fromkeys(span.name for span in self.spans if span.lane == "component"))
 
     @property
     def wait_seconds(self) -> float:
@@ -109,8 +110,6 @@ class Trace:
         Args:
             component: its path.
         """
-        if not self._forwards:
-            self._forwards = tuple(forward_times(self.spans, self.components))
         return tuple(forward for forward in self._forwards if component in (None, forward.component))
 
     def blocks(self, component: str | None = None) -> tuple[BlockTimes, ...]:
@@ -120,9 +119,7 @@ class Trace:
             component: its path.
         """
         return tuple(
-            block
-            for block in block_times(self.spans)
-            if component is None or owner(block.path, self.components) == component
+            block for block in block_times(self.spans) if component is None or self._owners[block.path] == component
         )
 
     def steady_forward(self, component: str | None = None) -> ForwardTimes:
@@ -135,8 +132,8 @@ class Trace:
             ValueError: no forward was recorded.
         """
         if component is None:
-            counts = {path: len(self.blocks(path)) for path in self.components}
-            component = max(counts, key=lambda path: counts[path], default=None)
+            counts = Counter(self._owners[block.path] for block in self.blocks())
+            component = max(self.components, key=lambda path: counts[path], default=None)
         forwards = self.forwards(component) if component is not None else ()
         if not forwards:
             what = f"No forward of {component!r}" if component is not None else "No forward"
@@ -155,15 +152,16 @@ class Trace:
         """A row for each component that ran, and what the trace comes to below."""
         headers = ("component", "forwards", f"forward ({self.figures})", "compute", "waits", "loads", "copied", "bound")
         rows = []
+        moves = [span for span in self.spans if span.lane in ("copy", "gather")]
         for path in self.components:
             steady = self.steady_forward(path)
-            loads = [span for span in self._moves() if owner(span.name, self.components) == path]
+            loads = [span for span in moves if self._owners[span.name] == path]
             rows.append(
                 (
                     path,
                     str(len(self.forwards(path))),
                     *map(format_seconds, (steady.seconds, steady.compute_seconds, steady.wait_seconds)),
-                    str(len(loads)),
+                    str(count_loads(loads)),
                     format_bytes(sum(span.nbytes for span in loads)),
                     bound_by(steady.wait_seconds, steady.seconds),
                 )
@@ -303,9 +301,6 @@ class Trace:
         if self.memory:
             notes.append(f"Device memory: {format_bytes(self.peak_nbytes)} at the most where it was looked at")
         return notes
-
-    def _moves(self) -> list[Span]:
-        return [span for span in self.spans if span.lane in ("copy", "gather")]
 
 
 def _note(name: str, thread: int, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -73,6 +73,14 @@ def test_gathers_have_a_lane_where_there_are_some() -> None:
     assert "gather" not in bars(plot_spans(recording()[0]).axes[0])
 
 
+def test_bars_that_cannot_be_told_apart_are_one() -> None:
+    narrow = [Span("copy", f"dit.{index}", index * 1e-4, index * 1e-4 + 5e-5, 8) for index in range(1000)]
+    spans = [*narrow, Span("copy", "dit.wide", 0.2, 0.5, 8), Span("copy", "dit.last", 0.9, 1.0, 8)]
+    drawn = bars(plot_spans(spans).axes[0])["copy"]
+    assert drawn == [(0.0, pytest.approx(0.09995)), (0.2, 0.5), (0.9, 1.0)]
+    assert len(bars(plot_spans(spans, begin=0.0, end=0.001).axes[0])["copy"]) == 10
+
+
 def test_a_lane_without_work_says_so() -> None:
     axes = plot_spans([Span("compute", "dit.blocks.0", 0.0, 1.0)]).axes
     assert len(axes) == 1 and texts(axes[0]).count("none") == 2 and axes[0].get_xlabel() == "time, s (measured)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -58,6 +59,27 @@ def test_blocks_are_medians() -> None:
     ]
     assert blocks[2].wait_seconds == 0.0 and blocks[1].copy_seconds == pytest.approx(0.014)
     assert traced().blocks("vae") == ()
+
+
+def test_a_block_that_is_copied_and_gathered_is_loaded_once() -> None:
+    trace = traced(gather=3.0)
+    assert [block.loads for block in trace.blocks()] == [3] * 4
+    assert trace.blocks()[0].copy_seconds == pytest.approx(0.017) and trace.blocks()[0].nbytes == 17_000
+    assert [forward.loads for forward in trace.forwards("transformer")] == [4] * 3
+    assert trace.summary().rows[1][5] == "12" and trace.measured().components["transformer"].loads == 12
+
+
+def test_times_in_a_forward_count_what_reaches_into_it() -> None:
+    random = Random(0)
+    begins = [random.uniform(0, 100) for _ in range(300)]
+    copies = [Span("copy", "dit.0", begin, begin + random.choice([0.1, 1.0, 30.0]), 1) for begin in begins]
+    forwards = [Span("component", "dit", 10.0 * index, 10.0 * index + 9.0, 0, index) for index in range(10)]
+    trace = Trace("cuda:0")
+    trace._fill([*copies[::30], *forwards], [])
+    for forward, span in zip(trace.forwards(), forwards, strict=True):
+        expected = covered([other for other in trace.spans if other.lane == "copy"], span)
+        assert forward.copy_seconds == pytest.approx(expected)
+    assert any(0 < forward.copy_seconds < 8.9 for forward in trace.forwards())
 
 
 def test_shares_of_time_count_what_overlaps_once() -> None:

@@ -78,6 +78,8 @@ NumFrames = Annotated[
     int | None, typer.Option(metavar="N", min=1, help="Frames of a video.  [default: the pipeline's]")
 ]
 
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
 
 @app.command(
     name="run",
@@ -223,6 +225,52 @@ def run(
     )
 
 
+@app.command(
+    name="bench",
+    epilog="\b\n"
+    "Examples:\n"
+    "  $ omni-offload bench demo\n"
+    "  $ omni-offload bench demo --modes resident,layer --calls 1 --json\n",
+)
+def bench(
+    model: ModelName,
+    modes: Annotated[
+        str,
+        typer.Option(metavar="MODES", help="What is compared: any of resident, module, layer and auto, with commas."),
+    ] = "resident,module,layer,auto",
+    calls: Annotated[int, typer.Option(metavar="N", min=1, help="Calls in each mode, after one that isn't timed.")] = 3,
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="What to make.")] = "a cat walks on the grass",
+    steps: Steps = None,
+    height: Height = None,
+    width: Width = None,
+    num_frames: NumFrames = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    memory_budget: MemoryBudget = None,
+    host_memory_budget: HostMemoryBudget = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure calls of a pipeline in several modes: seconds, device memory, bytes copied, and whether the outputs are
+    equal."""
+    from diffusers_omni_offload.cli import benching
+    from diffusers_omni_offload.cli.models import CallFlags
+
+    benching.bench(
+        benching.BenchRequest(
+            model=model,
+            modes=tuple(dict.fromkeys(name.strip() for name in modes.split(",") if name.strip())),
+            calls=calls,
+            prompt=prompt,
+            device=device,
+            dtype=dtype,
+            call=CallFlags(steps=steps, height=height, width=width, num_frames=num_frames),
+            memory_budget=memory_budget,
+            host_memory_budget=host_memory_budget,
+            as_json=as_json,
+        )
+    )
+
+
 @app.command(name="doctor", epilog="\b\nExamples:\n  $ omni-offload doctor\n  $ omni-offload doctor --json\n")
 def doctor(
     device: Device = None,
@@ -235,7 +283,7 @@ def doctor(
             file_okay=False,
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> int:
     """Look at this machine: versions, memory, link, page-locking, and what would go wrong. Ends with 1 if offload
     can't work here."""

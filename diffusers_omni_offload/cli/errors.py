@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from diffusers_omni_offload.agreement import AgreementError
+from diffusers_omni_offload.planning.refusal import DoesNotFit
 from diffusers_omni_offload.weights.checkpoint import CheckpointError
 
 
@@ -32,7 +33,7 @@ def input_is_to_blame(what: str = "") -> Iterator[None]:
         yield
     except (torch.OutOfMemoryError, AgreementError):
         raise
-    except (ValueError, TypeError, OSError, ImportError, CheckpointError) as error:
+    except (ValueError, TypeError, OSError, ImportError, CheckpointError, DoesNotFit) as error:
         raise BadInput(f"{before}{one_line(error)}") from error
     except RuntimeError as error:
         # Enabling raises it for what can't be offloaded; its subclasses are something else.

@@ -55,10 +55,12 @@ class Processes:
         """Let the ranks of a request share its tokens (Ulysses).
 
         Raises:
-            BadInput: no model of the pipeline can.
+            BadInput: no model of the pipeline can, or there are no accelerators.
         """
         if self.together == 1:
             return
+        if device_type == "cpu":
+            raise BadInput(f"--usp {self.together} shares tokens between accelerators; on the CPU leave it out.")
         dits = [model for model in pipe.components.values() if getattr(model, "_cp_plan", None)]
         if not dits:
             raise BadInput(f"No model of this {type(pipe).__name__} can share its tokens; leave --usp out.")

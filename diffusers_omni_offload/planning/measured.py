@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -22,8 +23,8 @@ class MeasuredComponent:
         outside_seconds: compute of one forward outside of blocks.
         block_seconds: compute of each block in one forward, in order; 0 for one that didn't run. Empty if none was
             timed apart.
-        loads: copies and gathers of its blocks, or of the whole of it.
-        moved_nbytes: bytes of those.
+        loads: how often a block of it, or the whole of it, came to the device.
+        moved_nbytes: bytes of the copies and gathers for that.
         activation_nbytes: device bytes beside weights at the most; 0 if unknown.
     """
 
@@ -109,6 +110,15 @@ def link_rate(spans: Iterable[Span], copy_latency_s: float = 0.0) -> float:
     return sum(span.nbytes for span in copies) / seconds if seconds > 0 else 0.0
 
 
+def count_loads(spans: Iterable[Span]) -> int:
+    """How often something came to the device: what is gathered is copied first, and that is one load."""
+    counts = Counter((span.name, span.lane) for span in spans if span.lane in ("copy", "gather"))
+    loads: dict[str, int] = {}
+    for (name, _), count in counts.items():
+        loads[name] = max(loads.get(name, 0), count)
+    return sum(loads.values())
+
+
 def with_measured(problem: Problem, measured: Measured, *, calls: int = 0) -> Problem:
     """`problem` with what was measured in the place of what was assumed. What wasn't measured stays.
 
@@ -145,7 +155,7 @@ def _measure_component(spans: Sequence[Span], blocks: Sequence[str], activation_
         wait_seconds=median(forward.waits for forward in steady),
         outside_seconds=median(forward.outside for forward in steady),
         block_seconds=tuple(_median_of_those_that_ran(block, steady) for block in blocks),
-        loads=len(loads),
+        loads=count_loads(loads),
         moved_nbytes=sum(span.nbytes for span in loads),
         activation_nbytes=activation_nbytes,
     )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import inf
 from statistics import median
 
-from diffusers_omni_offload.planning.measured import owner
-from diffusers_omni_offload.streaming.recording import Span
+from diffusers_omni_offload.planning.measured import count_loads, owner
+from diffusers_omni_offload.streaming.recording import Lane, Span
 
 #: Below this share of waiting, faster transfers would not be felt.
 _NOTICEABLE_WAIT = 0.05
@@ -26,8 +28,8 @@ class ForwardTimes:
         end: when it was over.
         wait_seconds: what the compute waited for blocks.
         copy_seconds: how long there was a copy or a gather meanwhile.
-        loads: copies and gathers that were issued in it.
-        moved_nbytes: bytes of those.
+        loads: how often a block, or all of it, was sent to the device in it.
+        moved_nbytes: bytes of the copies and gathers for that.
     """
 
     component: str
@@ -60,8 +62,8 @@ class BlockTimes:
         compute_seconds: one forward.
         wait_seconds: what the compute waited for it.
         loads: how often it came to the device.
-        copy_seconds: one copy, or gather.
-        nbytes: bytes of one copy, or gather.
+        copy_seconds: one load, its copy and its gather.
+        nbytes: bytes of one load.
     """
 
     path: str
@@ -82,7 +84,7 @@ def forward_times(spans: Sequence[Span], components: Collection[str]) -> Iterato
     """
     owners = {name: owner(name, components) for name in {span.name for span in spans}}
     moves = [span for span in spans if span.lane in ("copy", "gather")]
-    waits = [span for span in spans if span.lane == "wait"]
+    waiting, moving = _Windows([span for span in spans if span.lane == "wait"]), _Windows(moves)
     issued: dict[tuple[str | None, int], list[Span]] = {}
     for span in moves:
         issued.setdefault((owners[span.name], span.forward), []).append(span)
@@ -95,9 +97,9 @@ def forward_times(spans: Sequence[Span], components: Collection[str]) -> Iterato
                 number=counts[whole.name],
                 begin=whole.begin,
                 end=whole.end,
-                wait_seconds=covered(waits, whole),
-                copy_seconds=covered(moves, whole),
-                loads=len(mine),
+                wait_seconds=covered(waiting.around(whole), whole),
+                copy_seconds=covered(moving.around(whole), whole),
+                loads=count_loads(mine),
                 moved_nbytes=sum(span.nbytes for span in mine),
             )
             counts[whole.name] += 1
@@ -133,19 +135,34 @@ def covered(spans: Iterable[Span], within: Span | None = None) -> float:
     return seconds
 
 
+class _Windows:
+    """Finds the spans of a window without looking at all of them; `spans` are by their begin."""
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self._spans = spans
+        self._begins = [span.begin for span in spans]
+        self._last_ends = list(accumulate((span.end for span in spans), max))
+
+    def around(self, window: Span) -> Sequence[Span]:
+        """All spans that reach into `window`, and perhaps some that don't."""
+        return self._spans[bisect_right(self._last_ends, window.begin) : bisect_left(self._begins, window.end)]
+
+
 def _block_times(path: str, spans: Sequence[Span]) -> BlockTimes:
-    lanes: dict[str, list[float]] = {"compute": [], "wait": [], "move": []}
+    lanes: dict[Lane, list[float]] = {"component": [], "compute": [], "wait": [], "copy": [], "gather": []}
+    nbytes: dict[Lane, int] = {}
     for span in spans:
-        lanes["move" if span.lane in ("copy", "gather") else span.lane].append(span.seconds)
+        lanes[span.lane].append(span.seconds)
+        nbytes[span.lane] = max(nbytes.get(span.lane, 0), span.nbytes)
     medians = {lane: median(times) if times else 0.0 for lane, times in lanes.items()}
     return BlockTimes(
         path=path,
         runs=len(lanes["compute"]),
         compute_seconds=medians["compute"],
         wait_seconds=medians["wait"],
-        loads=len(lanes["move"]),
-        copy_seconds=medians["move"],
-        nbytes=max(span.nbytes for span in spans),
+        loads=count_loads(spans),
+        copy_seconds=medians["copy"] + medians["gather"],
+        nbytes=sum(nbytes.values()),
     )
 
 
