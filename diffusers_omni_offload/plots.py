@@ -158,19 +158,19 @@ def _bars(spans: Iterable[Span], begin: float, end: float) -> Iterator[tuple[Spa
 
 def _draw_memory(axes: Axes, memory: Sequence[MemorySample], begin: float, end: float, scale: float) -> None:
     samples = sorted(memory, key=lambda sample: sample.at)
-    before = [sample for sample in samples if sample.at <= begin][-1:]
-    inside = [sample for sample in samples if begin < sample.at < end]
-    unit, nbytes = _memory_unit(max(sample.nbytes for sample in samples))
-    values = [sample.nbytes / nbytes for sample in (*before, *inside)]
-    times = [(max(sample.at, begin) - begin) * scale for sample in (*before, *inside)]
-    if values:
-        times, values = [*times, (end - begin) * scale], [*values, values[-1]]
-        axes.fill_between(times, values, step="post", color="#c9c9c9", linewidth=0)
-        axes.step(times, values, where="post", color="#222222", linewidth=1.2)
-        axes.annotate(
-            f"at the most {max(values):.3g} {unit}", (1.0, 1.02), xycoords="axes fraction", ha="right", fontsize=8
-        )
-    axes.set_ylim(0, 1.15 * max(values, default=1.0) or 1.0)
+    before = [sample for sample in samples if sample.at < begin][-1:]
+    inside = [sample for sample in samples if begin <= sample.at <= end]
+    after = [sample for sample in samples if sample.at > end][:1]
+    shown = [*before, *inside, *after]
+    most = max(sample.nbytes for sample in inside or shown)
+    unit, nbytes = _memory_unit(most)
+    times, values = [(sample.at - begin) * scale for sample in shown], [sample.nbytes / nbytes for sample in shown]
+    axes.fill_between(times, values, color="#c9c9c9", linewidth=0)
+    # Between two samples nobody has looked: the dots are what is known.
+    axes.plot(times, values, color="#222222", linewidth=1.2, marker="o" if len(shown) < _MANY else "", markersize=3.5)
+    label = f"at the most {most / nbytes:.3g} {unit}"
+    axes.annotate(label, (1.0, 1.02), xycoords="axes fraction", ha="right", fontsize=8)
+    axes.set_ylim(0, max(1.15 * most / nbytes, 1e-3))
     axes.set_ylabel(f"device memory,\n{unit}")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color="#dddddd", linewidth=0.6)

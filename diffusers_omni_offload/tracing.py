@@ -80,8 +80,13 @@ class Trace:
 
     @property
     def moved_nbytes(self) -> int:
-        """Bytes of all copies and gathers."""
-        return sum(span.nbytes for span in self.spans)
+        """Bytes that were copied from this host."""
+        return sum(span.nbytes for span in self.spans if span.lane == "copy")
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """Bytes of blocks that were gathered from all ranks."""
+        return sum(span.nbytes for span in self.spans if span.lane == "gather")
 
     @property
     def peak_nbytes(self) -> int:
@@ -162,7 +167,7 @@ class Trace:
                     str(len(self.forwards(path))),
                     *map(format_seconds, (steady.seconds, steady.compute_seconds, steady.wait_seconds)),
                     str(count_loads(loads)),
-                    format_bytes(sum(span.nbytes for span in loads)),
+                    format_bytes(sum(span.nbytes for span in loads if span.lane == "copy")),
                     bound_by(steady.wait_seconds, steady.seconds),
                 )
             )
@@ -277,10 +282,11 @@ class Trace:
     def __str__(self) -> str:
         if not self.spans:
             return f"Trace of {self.device}: empty"
-        busy = self.busy
+        moving = covered(span for span in self.spans if span.lane in ("copy", "gather")) / max(self.seconds, 1e-12)
         return (
-            f"Trace of {self.device}: {format_seconds(self.seconds)} ({self.figures}), {busy['compute']:.0%} of it "
-            f"compute and {busy['copy'] + busy['gather']:.0%} copies, {format_seconds(self.wait_seconds)} of waits"
+            f"Trace of {self.device}: {format_seconds(self.seconds)} ({self.figures}), "
+            f"{self.busy['compute']:.0%} of it compute and {moving:.0%} copies, "
+            f"{format_seconds(self.wait_seconds)} of waits"
         )
 
     def __repr__(self) -> str:
@@ -298,6 +304,8 @@ class Trace:
             notes.append(
                 f"Link: {self.link_bytes_per_s / 1e9:.3g} GB/s while it copied, {format_bytes(self.moved_nbytes)}"
             )
+        if self.gathered_nbytes:
+            notes.append(f"Gathered from ranks: {format_bytes(self.gathered_nbytes)}")
         if self.memory:
             notes.append(f"Device memory: {format_bytes(self.peak_nbytes)} at the most where it was looked at")
         return notes

@@ -95,17 +95,18 @@ def test_what_begins_or_ends_outside_of_the_window_is_cut() -> None:
     assert bars(plot_spans(spans, begin=2.0, end=6.0).axes[0])["copy"] == [(0.0, 2.0), (2.0, 4.0)]
 
 
-def test_memory_goes_on_from_before_the_window() -> None:
+def test_memory_is_a_line_through_what_was_sampled() -> None:
     samples = [
-        MemorySample(0.0, 3 << 30),
-        MemorySample(1.0, 2 << 30),
-        MemorySample(3.0, 5 << 30),
-        MemorySample(9.0, 9 << 30),
+        MemorySample(at, nbytes << 30) for at, nbytes in ((0.0, 9), (1.0, 2), (3.0, 5), (4.0, 1), (6.0, 7), (8.0, 8))
     ]
-    axes = plot_spans([Span("compute", "dit.0", 2.0, 4.0)], samples).axes[1]
+    axes = plot_spans([Span("compute", "dit.0", 2.0, 4.0)], samples[::-1]).axes[1]
     (line,) = axes.lines
-    assert list(line.get_xdata()) == [0.0, 1.0, 2.0] and list(line.get_ydata()) == [2.0, 5.0, 5.0]
+    # Those beside the window say where the line comes from and where it goes.
+    assert list(line.get_xdata()) == [-1.0, 1.0, 2.0, 4.0] and list(line.get_ydata()) == [2.0, 5.0, 1.0, 7.0]
+    assert line.get_marker() == "o" and axes.get_xlim() == (0.0, 2.0) and axes.get_ylim() == (0.0, 1.15 * 5)
     assert axes.get_ylabel() == "device memory,\nGiB" and texts(axes) == ["at the most 5 GiB"]
+    outside = plot_spans([Span("compute", "dit.0", 1.5, 2.5)], samples).axes[1]
+    assert texts(outside) == ["at the most 5 GiB"]
 
 
 @pytest.mark.processes

@@ -64,9 +64,13 @@ def test_blocks_are_medians() -> None:
 def test_a_block_that_is_copied_and_gathered_is_loaded_once() -> None:
     trace = traced(gather=3.0)
     assert [block.loads for block in trace.blocks()] == [3] * 4
-    assert trace.blocks()[0].copy_seconds == pytest.approx(0.017) and trace.blocks()[0].nbytes == 17_000
+    assert trace.blocks()[0].copy_seconds == pytest.approx(0.017) and trace.blocks()[0].nbytes == 14_000
     assert [forward.loads for forward in trace.forwards("transformer")] == [4] * 3
-    assert trace.summary().rows[1][5] == "12" and trace.measured().components["transformer"].loads == 12
+    assert trace.moved_nbytes == 12 * 14_000 + 25_000 and trace.gathered_nbytes == 12 * 3_000
+    assert "Gathered from ranks: 35.2 KiB" in str(trace.summary())
+    assert (
+        trace.summary().rows[1][5:7] == ("12", "164.1 KiB") and trace.measured().components["transformer"].loads == 12
+    )
 
 
 def test_times_in_a_forward_count_what_reaches_into_it() -> None:
