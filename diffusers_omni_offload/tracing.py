@@ -131,14 +131,15 @@ class Trace:
         """A forward of ordinary length, not the first one if there are more.
 
         Args:
-            component: its path; the one with the most blocks if None.
+            component: its path; the one with the most blocks if None, or the one that ran longest if there are no blocks.
 
         Raises:
             ValueError: no forward was recorded.
         """
         if component is None:
             counts = Counter(self._owners[block.path] for block in self.blocks())
-            component = max(self.components, key=lambda path: counts[path], default=None)
+            seconds = {path: sum(forward.seconds for forward in self.forwards(path)) for path in self.components}
+            component = max(seconds, key=lambda path: (counts[path], seconds[path]), default=None)
         forwards = self.forwards(component) if component is not None else ()
         if not forwards:
             what = f"No forward of {component!r}" if component is not None else "No forward"
@@ -205,7 +206,7 @@ class Trace:
         """Lanes of compute, waits, copies and gathers over one forward, and device memory below.
 
         Args:
-            component: path of the component; the one with the most blocks if None.
+            component: path of the component; that of `steady_forward` if None.
             forward: which of its forwards, the first is 0; one of ordinary length if None.
             title: a line above; what the forward took if None.
             whole: draw all of the recording.

@@ -115,6 +115,10 @@ def test_the_steady_forward_is_one_of_ordinary_length() -> None:
     assert trace.steady_forward().number == 3
     assert traced().steady_forward().component == "transformer" and traced().steady_forward("vae").number == 0
     assert traced(forwards=1).steady_forward().number == 0
+    # Without blocks, the one that takes longest.
+    whole = Trace("cuda:0")
+    whole._fill([Span("component", "text_encoder", 0.0, 1.0), Span("component", "dit", 1.0, 4.0, 0, 1)], [])
+    assert whole.steady_forward().component == "dit"
 
 
 def test_what_was_not_recorded_is_said() -> None:
