@@ -16,7 +16,8 @@ from diffusers_omni_offload.forecast import OffloadForecast, forecast
 from diffusers_omni_offload.planning.costs import Problem, Rates
 from diffusers_omni_offload.planning.survey import survey_blocks
 from diffusers_omni_offload.planning.workload import Request, default_of, with_workload, workload
-from diffusers_omni_offload.platform import platform_for, resolve_device
+from diffusers_omni_offload.platform import Platform, platform_for, resolve_device
+from diffusers_omni_offload.profile import Profile, default_path
 from diffusers_omni_offload.registry import adapter_for
 
 _ASSUMED_LINK = Rates(16e9)
@@ -52,7 +53,8 @@ def plan_omni_offload(
         memory_budget: device memory that weights and activations may take together: bytes, or text such as "12GiB".
             None means what is free now on the device, or no budget where there is no device.
         host_memory_budget: host memory that offloaded weights may take; None for no limit.
-        link_gb_per_s: the rate of copies from page-locked host memory, in GB (1e9 bytes) a second; None assumes 16.
+        link_gb_per_s: the rate of copies from page-locked host memory, in GB (1e9 bytes) a second; None takes what
+            was measured on this machine before (by the mode "auto"), or else assumes 16.
         tflops: what the device computes in matrix products, in 1e12 operations a second, at the rate that it reaches in
             practice; None leaves computing out of the times.
         height: of the output, in pixels; None is the pipeline's default, as it is for the next ones.
@@ -72,19 +74,18 @@ def plan_omni_offload(
     """
     budget = None if memory_budget is None else parse_bytes("memory_budget", memory_budget)
     host = None if host_memory_budget is None else parse_bytes("host_memory_budget", host_memory_budget)
-    rates = (
-        _ASSUMED_LINK if link_gb_per_s is None else Rates(_rate("link_gb_per_s", link_gb_per_s) * 1e9, source="given")
-    )
+    link = None if link_gb_per_s is None else _rate("link_gb_per_s", link_gb_per_s) * 1e9
     operations = None if tflops is None else _rate("tflops", tflops) * 1e12
     sizes = {"height": height, "width": width, "num_frames": num_frames, "num_inference_steps": num_inference_steps}
     for name, value in sizes.items():
         if value is not None:
             integer(name, value, minimum=1)
     pipe, notes = _pipeline(pipe_or_path, dtype)
-    total = None
-    if budget is None:
-        budget, total, note = _device_memory(device)
-        notes += note
+    platform, total = _platform(device), None
+    if budget is None and platform is not None:
+        budget, total = platform.free_bytes(), platform.total_bytes()
+        notes += (f"The budget is what is free on {platform.name} now",)
+    rates = _rates(link, platform)
     cls = stock_class(type(pipe))
     costs, stacks = survey_blocks(pipe, declarations=adapter_for(cls))
     load = workload(pipe, stacks, Request(**sizes, guidance=guidance))
@@ -112,14 +113,20 @@ def _pipeline(pipe_or_path: Any, dtype: torch.dtype | None) -> tuple[Any, tuple[
     return build_blueprint(pipe_or_path, dtype=chosen), (f"Sizes are those of weights that are loaded in {name}",)
 
 
-def _device_memory(device: torch.device | str | int | None) -> tuple[int | None, int | None, tuple[str, ...]]:
-    """Free and total bytes of the device, and what to say of them; None where there is none."""
+def _platform(device: torch.device | str | int | None) -> Platform | None:
+    """The device that the pipeline would run on, if it has memory of its own."""
     if device is None and not torch.accelerator.is_available():
-        return None, None, ()
+        return None
     platform = platform_for(resolve_device(device))
-    if not platform.is_asynchronous:
-        return None, None, ()
-    return platform.free_bytes(), platform.total_bytes(), (f"The budget is what is free on {platform.name} now",)
+    return platform if platform.is_asynchronous else None
+
+
+def _rates(link: float | None, platform: Platform | None) -> Rates:
+    """The link as it was given, or measured before, or assumed."""
+    if link is not None:
+        return Rates(link, source="given")
+    found = None if platform is None else Profile(default_path()).rates(platform.name)
+    return _ASSUMED_LINK if found is None else found
 
 
 def _rate(name: str, value: float) -> float:

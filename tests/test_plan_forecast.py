@@ -13,6 +13,9 @@ import torch
 from diffusers_omni_offload import disable_omni_offload, enable_omni_offload, omni_offload
 from diffusers_omni_offload.forecast import OffloadForecast
 from diffusers_omni_offload.planner import plan_omni_offload
+from diffusers_omni_offload.planning.costs import Rates
+from diffusers_omni_offload.platform import platform_for
+from diffusers_omni_offload.profile import PROFILE_VARIABLE, Profile, default_path
 from diffusers_omni_offload.topology.sizes import module_nbytes
 from tests import tiny
 from tests.undeclared import DiT, undeclared
@@ -20,6 +23,12 @@ from tests.undeclared import DiT, undeclared
 PUBLISHED = Path(__file__).parent / "data" / "published"
 FAMILIES = {**tiny.BUILDERS, **tiny.STANDINS}
 GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def _no_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing was measured on this machine before."""
+    monkeypatch.setenv(PROFILE_VARIABLE, "")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -152,6 +161,18 @@ def test_a_family_whose_operations_are_not_known() -> None:
     assert forecast.problem.component("transformer").forwards == 7
     assert "What a Undeclared computes isn't known" in str(forecast) and "Activations come on top" in str(forecast)
     assert "SDXL" not in str(forecast) and forecast.to_dict()["modes"][0]["bound"] is None
+
+
+def test_the_link_is_the_one_that_was_measured_before(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(PROFILE_VARIABLE, str(tmp_path / "profile.json"))
+    pipe, _ = tiny.build_wan()
+    assert "Link: 16.0 GB/s, assumed" in str(plan_omni_offload(pipe))
+    Profile(default_path()).keep_rates(platform_for(device).name, Rates(21e9, 1e-5, "measured"))
+    assert "Link: 21.0 GB/s, profile" in str(plan_omni_offload(pipe))
+    assert "Link: 3.0 GB/s, given" in str(plan_omni_offload(pipe, link_gb_per_s=3))
+    assert plan_omni_offload(pipe, device="cpu").problem.rates.source == "assumed"
 
 
 def test_the_budget_is_what_is_free_on_the_device(device: torch.device, sim: Any) -> None:
