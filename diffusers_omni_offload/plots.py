@@ -79,7 +79,10 @@ def plot_spans(
     figure = _figure_class()(figsize=(11, 4.6 if memory else 3.2), layout="constrained")
     axes = figure.subplots(2 if memory else 1, sharex=True, squeeze=False, height_ratios=[2.6, 1][: 1 + bool(memory)])
     unit, scale = _time_unit(end - begin)
-    lanes = [lane for lane in _LOOKS if lane in ("compute", "wait", "copy") or any(s.lane == lane for s in seen)]
+    present: set[Lane] = {"copy", *(span.lane for span in seen)}
+    if "compute" in present:
+        present.add("wait")  # That nothing waits is worth showing.
+    lanes = [lane for lane in _LOOKS if lane in present]
     _draw_lanes(axes[0, 0], lanes, seen, begin, end, scale)
     if memory:
         _draw_memory(axes[1, 0], memory, begin, end, scale)

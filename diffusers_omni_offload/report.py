@@ -67,7 +67,7 @@ class OffloadReport:
         counters: loads, swaps, bytes moved, device bytes and page-locked bytes held, since offload was enabled.
         peak_nbytes: device bytes at the most; None if unknown.
         predicted_peak_nbytes: the same, predicted.
-        are_activations_known: whether activations are in `predicted_peak_nbytes`, which is that of weights alone if not.
+        are_activations_known: whether activations are in `predicted_peak_nbytes`, which is of weights alone if not.
         predicted_peak_in: path of the component that was predicted to run then.
         predicted_host_nbytes: predicted host bytes of offloaded weights.
         link_bytes_per_s: rate of the copies; None if there were none.

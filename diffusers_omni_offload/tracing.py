@@ -131,7 +131,7 @@ class Trace:
         """A forward of ordinary length, not the first one if there are more.
 
         Args:
-            component: its path; the one with the most blocks if None, or the one that ran longest if there are no blocks.
+            component: its path; the one with the most blocks if None, or without any the one that ran longest.
 
         Raises:
             ValueError: no forward was recorded.
@@ -207,15 +207,19 @@ class Trace:
 
         Args:
             component: path of the component; that of `steady_forward` if None.
-            forward: which of its forwards, the first is 0; one of ordinary length if None.
+            forward: which of its forwards, the first is 0; if None one of ordinary length, or all of a recording that
+                has no blocks.
             title: a line above; what the forward took if None.
             whole: draw all of the recording.
+
+        Returns:
+            The picture, which notebooks show.
 
         Raises:
             ImportError: matplotlib isn't installed.
             ValueError: the forward wasn't recorded.
         """
-        if whole:
+        if whole or (component is None and forward is None and self.spans and not self.blocks()):
             return plot_spans(
                 self.spans, self.memory, title=str(self) if title is None else title, figures=self.figures
             )

@@ -73,6 +73,17 @@ def test_gathers_have_a_lane_where_there_are_some() -> None:
     assert "gather" not in bars(plot_spans(recording()[0]).axes[0])
 
 
+def test_without_blocks_all_of_the_recording_is_drawn() -> None:
+    trace = Trace("cuda:0")
+    trace._fill(
+        [Span("copy", "dit", 0.0, 1.0, 8), Span("component", "dit", 1.0, 4.0), Span("component", "vae", 5.0, 6.0)], []
+    )
+    lanes = trace.plot().axes[0]
+    assert list(bars(lanes)) == ["copy", "component"] and len(bars(lanes)["component"]) == 2
+    assert lanes.get_title(loc="left") == str(trace)
+    assert len(bars(trace.plot("vae").axes[0])["component"]) == 1
+
+
 def test_bars_that_cannot_be_told_apart_are_one() -> None:
     narrow = [Span("copy", f"dit.{index}", index * 1e-4, index * 1e-4 + 5e-5, 8) for index in range(1000)]
     spans = [*narrow, Span("copy", "dit.wide", 0.2, 0.5, 8), Span("copy", "dit.last", 0.9, 1.0, 8)]
