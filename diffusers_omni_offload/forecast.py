@@ -73,7 +73,7 @@ class ModeForecast:
     problem: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class OffloadForecast:
     """What `plan_omni_offload` found. `print`, rich and notebooks show it as tables.
 
@@ -143,6 +143,9 @@ class OffloadForecast:
 
     def __str__(self) -> str:
         return "\n\n".join(map(str, self.tables()))
+
+    def __repr__(self) -> str:
+        return str(self)  # a prompt of Python shows this
 
     def __rich__(self) -> rich.console.RenderableType:
         from rich.console import Group

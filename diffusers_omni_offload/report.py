@@ -56,7 +56,7 @@ class ComponentReport:
     predicted_bound: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class OffloadReport:
     """What was measured beside what was predicted. `print`, rich and notebooks show it as a table.
 
@@ -118,6 +118,9 @@ class OffloadReport:
 
     def __str__(self) -> str:
         return str(self.table())
+
+    def __repr__(self) -> str:
+        return str(self)  # a prompt of Python shows this
 
     def __rich__(self) -> Any:
         return self.table().__rich__()
