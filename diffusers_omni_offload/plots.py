@@ -6,6 +6,7 @@ import io
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from diffusers_omni_offload.streaming.recording import Lane, MemorySample, Span
@@ -13,6 +14,9 @@ from diffusers_omni_offload.streaming.recording import Lane, MemorySample, Span
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+#: What is drawn of a span, from where to where; without a span it stands for several.
+_Bar = tuple[Span | None, float, float]
 
 
 @dataclass(frozen=True)
@@ -112,21 +116,17 @@ def _draw_lanes(
             hatch=look.hatch,
             linewidth=edge,
         )
-        for span, left, right in bars:
+        # Hatches, and edges of forwards that have one name, would cross the letters.
+        box = (
+            {"facecolor": look.colors[0], "edgecolor": "none", "pad": 0.6}
+            if look.hatch or lane == "component"
+            else None
+        )
+        style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8, "color": look.text, "bbox": box}
+        for span, left, right in _runs(bars) if lane == "component" else bars:
             text = _bar_text(span, (right - left) / (end - begin)) if span is not None else ""
             if text:
-                # Hatches would cross the letters.
-                box = {"facecolor": look.colors[0], "edgecolor": "none", "pad": 0.6} if look.hatch else None
-                axes.text(
-                    ((left + right) / 2 - begin) * scale,
-                    row,
-                    text,
-                    ha="center",
-                    va="center",
-                    fontsize=8,
-                    color=look.text,
-                    bbox=box,
-                )
+                axes.text(((left + right) / 2 - begin) * scale, row, text, **style)
         if not mine:
             axes.text(0.5, row, "none", transform=axes.get_yaxis_transform(), ha="center", va="center", fontsize=8)
     axes.set_yticks(range(len(lanes)), [_LOOKS[lane].label for lane in reversed(lanes)])
@@ -137,11 +137,11 @@ def _draw_lanes(
     axes.set_axisbelow(True)
 
 
-def _bars(spans: Iterable[Span], begin: float, end: float) -> Iterator[tuple[Span | None, float, float]]:
+def _bars(spans: Iterable[Span], begin: float, end: float) -> Iterator[_Bar]:
     """Bars of a lane as (span, begin, end), by begin. Those that are too narrow to be told apart are one bar, which has
     no span."""
     too_narrow = (end - begin) / _DOTS
-    held: tuple[Span | None, float, float] | None = None
+    held: _Bar | None = None
     for span in spans:
         left, right = max(span.begin, begin), min(span.end, end)
         if held is None:
@@ -157,6 +157,13 @@ def _bars(spans: Iterable[Span], begin: float, end: float) -> Iterator[tuple[Spa
             held = (span, left, right)
     if held is not None:
         yield held
+
+
+def _runs(bars: Iterable[_Bar]) -> Iterator[_Bar]:
+    """Bars of the same name that follow each other, as one that goes from the first to the last."""
+    for _, group in groupby(bars, key=lambda bar: bar[0] and bar[0].name):
+        same = list(group)
+        yield same[0][0], same[0][1], same[-1][2]
 
 
 def _draw_memory(axes: Axes, memory: Sequence[MemorySample], begin: float, end: float, scale: float) -> None:

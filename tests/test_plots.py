@@ -73,6 +73,13 @@ def test_gathers_have_a_lane_where_there_are_some() -> None:
     assert "gather" not in bars(plot_spans(recording()[0]).axes[0])
 
 
+def test_forwards_that_follow_each_other_have_one_name() -> None:
+    spans = [Span("component", "transformer", 0.06 * index, 0.06 * index + 0.05) for index in range(10)]
+    lanes = plot_spans([*spans, Span("component", "vae", 0.6, 1.0)]).axes[0]
+    named = {text.get_text(): text.get_position()[0] for text in lanes.texts if text.get_text() != "none"}
+    assert named == {"transformer": pytest.approx(0.295), "vae": pytest.approx(0.8)}
+
+
 def test_without_blocks_all_of_the_recording_is_drawn() -> None:
     trace = Trace("cuda:0")
     trace._fill(
