@@ -10,6 +10,7 @@ import torch
 
 from diffusers_omni_offload.topology.plan import ResolvedPlan
 from diffusers_omni_offload.tracing import Trace
+from tests.ranks import RankPool, answers
 from tests.tiny import build_toy, run
 
 LINK = 1e6
@@ -71,3 +72,38 @@ def test_a_call_is_drawn(device: torch.device, sim: ModuleType) -> None:
     lanes, memory = trace.plot().axes
     assert [label.get_text() for label in lanes.get_yticklabels()] == ["copy", "wait", "compute", "component"]
     assert memory.get_xlabel().endswith("(modelled)") and "none" not in [text.get_text() for text in lanes.texts]
+
+
+def gathered_call(rank: int, size: int) -> Trace:
+    """One rank's work: the trace of a call whose blocks are gathered."""
+    from tests import simdevice
+
+    # Shares come slowly, so that the fabric's part and the link's can be told apart.
+    simdevice.configure(h2d_bytes_per_s=LINK, copy_latency_s=0.0, fabric_bytes_per_s=2 * LINK, fabric_latency_s=0.0)
+    pipe, call = build_toy(4)
+    handle = pipe.enable_omni_offload(
+        "layer", layer_options={"dit": {"weight_transfer": "allgather"}}, device=torch.device("sim", 0)
+    )
+    with handle.trace() as trace:
+        run(pipe, call)
+    pipe.disable_omni_offload()
+    return trace
+
+
+@pytest.mark.processes
+def test_what_is_gathered_is_in_the_trace_of_each_rank() -> None:
+    with RankPool(2, device="sim") as pool:
+        traces = answers(pool.run(gathered_call))
+    for trace in traces:
+        assert {span.lane for span in trace.spans} == {"component", "compute", "wait", "copy", "gather"}
+        for block in trace.blocks("transformer"):
+            (copy, *_), (gather, *_) = (
+                [span for span in trace.spans if span.name == block.path and span.lane == lane]
+                for lane in ("copy", "gather")
+            )
+            assert copy.nbytes < 0.6 * gather.nbytes == 0.6 * block.nbytes and block.copy_seconds > copy.seconds
+            # What is gathered is there when the block computes.
+            first = next(span for span in trace.spans if span.name == block.path and span.lane == "compute")
+            assert gather.end <= first.begin + 1e-9 and copy.end < gather.end
+        assert trace.busy["gather"] > 0 and "Gathered from ranks" in str(trace.summary())
+        assert trace.moved_nbytes < trace.gathered_nbytes
