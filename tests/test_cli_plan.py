@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,17 @@ def test_sizes_and_dtype_of_a_folder(
     sizes = [{one["path"]: one["dtypes"] for one in found[dtype]["components"]} for dtype in found]
     halved, full = (sizes[index]["transformer"] for index in (0, 1))
     assert 2 * halved["bfloat16"] == full["float32"]
+
+
+def test_on_a_terminal_it_is_drawn_and_nothing_is_cut_off(
+    device: torch.device, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "dumb")  # 80 columns, without colors
+    assert main(["plan", "demo", "--memory-budget", "1MiB"]) == 0
+    printed = capsys.readouterr().out
+    assert "┏" in printed and "…" not in printed
+    assert max(map(len, printed.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(
