@@ -79,9 +79,10 @@ class Memory:
             residents: path of a streamed component -> number of its resident blocks; 0 for others.
             slots: number of slots.
         """
-        most, where = self.between_calls(residents, slots), ""
+        permanent, in_slots = self._permanent(residents), self.slots_nbytes(residents, slots)
+        most, where = permanent + in_slots, ""
         for component in self._running:
-            held = self.held(component, residents, slots) + component.activation_nbytes
+            held = self._most_held(component, permanent, in_slots) + component.activation_nbytes
             if held > most or not where:
                 most, where = max(held, most), component.path
         return most, where
@@ -89,7 +90,7 @@ class Memory:
     def needed(self, residents: Mapping[str, int], slots: int) -> int:
         """Device bytes that have to be there: the peak, and what `backends.preflight` wants to be free at first, which
         counts slots and swapped components together even where they make way for each other."""
-        at_first = self.between_calls(residents, slots) + self._together(lambda component: True)
+        at_first = self.between_calls(residents, slots) + self._all_together
         return max(self.peak(residents, slots)[0], at_first)
 
     def fits(self, residents: Mapping[str, int], slots: int) -> bool:
@@ -102,9 +103,7 @@ class Memory:
     def held(self, runs: ComponentCost, residents: Mapping[str, int], slots: int) -> int:
         """Device bytes of weights and slots while a component runs, at the most. What else is taken then, its
         activations and what the pipeline keeps, isn't in it."""
-        permanent = self._permanent(residents)
-        in_slots = self.slots_nbytes(residents, slots)
-        return max(self._held(runs, permanent, in_slots, swapped) for swapped in self._states(runs))
+        return self._most_held(runs, self._permanent(residents), self.slots_nbytes(residents, slots))
 
     def floor(self) -> int:
         """Device bytes below which no choice of these kinds stays, without slots and resident blocks."""
@@ -170,6 +169,13 @@ class Memory:
         return largest_together(
             (component.role, swapped_nbytes(component)) for component in self._swapped if may_stay(component)
         )
+
+    @cached_property
+    def _all_together(self) -> int:
+        return self._together(lambda component: True)
+
+    def _most_held(self, runs: ComponentCost, permanent: int, in_slots: int) -> int:
+        return max(self._held(runs, permanent, in_slots, swapped) for swapped in self._states(runs))
 
     def _held(self, runs: ComponentCost, permanent: int, in_slots: int, swapped: int) -> int:
         """Device bytes beside activations."""

@@ -109,7 +109,13 @@ class _Search:
     def __init__(self, problem: Problem, kinds: Mapping[str, str]) -> None:
         self._problem, self._kinds = problem, kinds
         self._groups = _groups(problem, kinds)
-        self._times: dict[tuple[object, ...], float] = {}
+        self._times: dict[tuple[str, str, int, int], float] = {}
+        # Those whose times are the same have one name.
+        names: dict[object, str] = {}
+        self._twins = {
+            part.path: names.setdefault((part.blocks, part.nbytes, part.seconds, part.forwards), part.path)
+            for part in problem.components
+        }
         self._best: float | None = None
         # Of the choices that fit and are as fast as the best: seconds, device bytes, choice.
         self._found: list[tuple[float, int, Choice]] = []
@@ -151,7 +157,7 @@ class _Search:
         )
 
     def _seconds(self, component: ComponentCost, option: Option, slots: int) -> float:
-        key = component.blocks, component.nbytes, component.seconds, component.forwards, option, slots
+        key = self._twins[component.path], option.kind, option.residents, slots
         if key not in self._times:
             part = Part(component, option.kind, option.residents, slots, self._problem.rates)
             self._times[key] = part.call_seconds
@@ -176,11 +182,12 @@ class _Search:
 
     def _try(self, memory: Memory, options: Sequence[Option], slots: int, seconds: float) -> None:
         choice = _choice(self._groups, options, slots)
-        if not memory.fits(choice.residents, slots):
+        nbytes, _ = memory.peak(choice.residents, slots)
+        if nbytes > self._problem.device_nbytes or not memory.fits(choice.residents, slots):
             return
         if self._best is None or seconds < self._best:
             self._best = seconds
-        self._found.append((seconds, memory.peak(choice.residents, slots)[0], choice))
+        self._found.append((seconds, nbytes, choice))
 
     def _missing_on_host(self, memory: Memory, choice: Choice) -> int:
         limit = self._problem.host_nbytes
