@@ -21,10 +21,12 @@ from diffusers_omni_offload.declarations import (
     SupportsComponentDiscovery,
     SupportsModelCpuOffload,
 )
+from diffusers_omni_offload.forecast import OffloadForecast
 from diffusers_omni_offload.handle import OffloadHandle, omni_offload
 from diffusers_omni_offload.loading import load_omni_pipeline
 from diffusers_omni_offload.phases import PhaseOffload
 from diffusers_omni_offload.pipeline import disable_omni_offload, enable_from_config, enable_omni_offload
+from diffusers_omni_offload.planner import plan_omni_offload
 from diffusers_omni_offload.planning.search import DoesNotFit
 from diffusers_omni_offload.registry import adapter_for, register_adapter, registered_pipelines
 from diffusers_omni_offload.report import OffloadReport
@@ -44,6 +46,7 @@ __all__ = [
     "LayerOptions",
     "OffloadBackend",
     "OffloadConfig",
+    "OffloadForecast",
     "OffloadHandle",
     "OffloadPlan",
     "OffloadReport",
@@ -66,6 +69,7 @@ __all__ = [
     "get_offload_backend",
     "load_omni_pipeline",
     "omni_offload",
+    "plan_omni_offload",
     "register_adapter",
     "registered_pipelines",
     "resolve_offload_plan",

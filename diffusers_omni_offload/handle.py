@@ -264,7 +264,12 @@ class OffloadHandle:
         )
 
     def follow(self, plan: ResolvedPlan, config: OffloadConfig) -> None:
-        """The backend keeps other blocks on the device now."""
+        """The backend keeps other blocks on the device now.
+
+        Args:
+            plan: what it does now.
+            config: the configuration that asks for it.
+        """
         stacks = {stack.blocks: stack for stack in plan.stacks}
         self.plan = replace(self.plan, stacks=tuple(stacks.get(stack.blocks, stack) for stack in self.plan.stacks))
         self.config = config

@@ -6,6 +6,7 @@ import io
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from diffusers_omni_offload.streaming.recording import Lane, MemorySample, Span
@@ -13,6 +14,9 @@ from diffusers_omni_offload.streaming.recording import Lane, MemorySample, Span
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+#: What is drawn of a span, from where to where; without a span it stands for several.
+_Bar = tuple[Span | None, float, float]
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,10 @@ def plot_spans(
     figure = _figure_class()(figsize=(11, 4.6 if memory else 3.2), layout="constrained")
     axes = figure.subplots(2 if memory else 1, sharex=True, squeeze=False, height_ratios=[2.6, 1][: 1 + bool(memory)])
     unit, scale = _time_unit(end - begin)
-    lanes = [lane for lane in _LOOKS if lane in ("compute", "wait", "copy") or any(s.lane == lane for s in seen)]
+    present: set[Lane] = {"copy", *(span.lane for span in seen)}
+    if "compute" in present:
+        present.add("wait")  # That nothing waits is worth showing.
+    lanes = [lane for lane in _LOOKS if lane in present]
     _draw_lanes(axes[0, 0], lanes, seen, begin, end, scale)
     if memory:
         _draw_memory(axes[1, 0], memory, begin, end, scale)
@@ -109,21 +116,17 @@ def _draw_lanes(
             hatch=look.hatch,
             linewidth=edge,
         )
-        for span, left, right in bars:
+        # Hatches, and edges of forwards that have one name, would cross the letters.
+        box = (
+            {"facecolor": look.colors[0], "edgecolor": "none", "pad": 0.6}
+            if look.hatch or lane == "component"
+            else None
+        )
+        style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8, "color": look.text, "bbox": box}
+        for span, left, right in _runs(bars) if lane == "component" else bars:
             text = _bar_text(span, (right - left) / (end - begin)) if span is not None else ""
             if text:
-                # Hatches would cross the letters.
-                box = {"facecolor": look.colors[0], "edgecolor": "none", "pad": 0.6} if look.hatch else None
-                axes.text(
-                    ((left + right) / 2 - begin) * scale,
-                    row,
-                    text,
-                    ha="center",
-                    va="center",
-                    fontsize=8,
-                    color=look.text,
-                    bbox=box,
-                )
+                axes.text(((left + right) / 2 - begin) * scale, row, text, **style)
         if not mine:
             axes.text(0.5, row, "none", transform=axes.get_yaxis_transform(), ha="center", va="center", fontsize=8)
     axes.set_yticks(range(len(lanes)), [_LOOKS[lane].label for lane in reversed(lanes)])
@@ -134,11 +137,11 @@ def _draw_lanes(
     axes.set_axisbelow(True)
 
 
-def _bars(spans: Iterable[Span], begin: float, end: float) -> Iterator[tuple[Span | None, float, float]]:
+def _bars(spans: Iterable[Span], begin: float, end: float) -> Iterator[_Bar]:
     """Bars of a lane as (span, begin, end), by begin. Those that are too narrow to be told apart are one bar, which has
     no span."""
     too_narrow = (end - begin) / _DOTS
-    held: tuple[Span | None, float, float] | None = None
+    held: _Bar | None = None
     for span in spans:
         left, right = max(span.begin, begin), min(span.end, end)
         if held is None:
@@ -156,21 +159,28 @@ def _bars(spans: Iterable[Span], begin: float, end: float) -> Iterator[tuple[Spa
         yield held
 
 
+def _runs(bars: Iterable[_Bar]) -> Iterator[_Bar]:
+    """Bars of the same name that follow each other, as one that goes from the first to the last."""
+    for _, group in groupby(bars, key=lambda bar: bar[0] and bar[0].name):
+        same = list(group)
+        yield same[0][0], same[0][1], same[-1][2]
+
+
 def _draw_memory(axes: Axes, memory: Sequence[MemorySample], begin: float, end: float, scale: float) -> None:
     samples = sorted(memory, key=lambda sample: sample.at)
-    before = [sample for sample in samples if sample.at <= begin][-1:]
-    inside = [sample for sample in samples if begin < sample.at < end]
-    unit, nbytes = _memory_unit(max(sample.nbytes for sample in samples))
-    values = [sample.nbytes / nbytes for sample in (*before, *inside)]
-    times = [(max(sample.at, begin) - begin) * scale for sample in (*before, *inside)]
-    if values:
-        times, values = [*times, (end - begin) * scale], [*values, values[-1]]
-        axes.fill_between(times, values, step="post", color="#c9c9c9", linewidth=0)
-        axes.step(times, values, where="post", color="#222222", linewidth=1.2)
-        axes.annotate(
-            f"at the most {max(values):.3g} {unit}", (1.0, 1.02), xycoords="axes fraction", ha="right", fontsize=8
-        )
-    axes.set_ylim(0, 1.15 * max(values, default=1.0) or 1.0)
+    before = [sample for sample in samples if sample.at < begin][-1:]
+    inside = [sample for sample in samples if begin <= sample.at <= end]
+    after = [sample for sample in samples if sample.at > end][:1]
+    shown = [*before, *inside, *after]
+    most = max(sample.nbytes for sample in inside or shown)
+    unit, nbytes = _memory_unit(most)
+    times, values = [(sample.at - begin) * scale for sample in shown], [sample.nbytes / nbytes for sample in shown]
+    axes.fill_between(times, values, color="#c9c9c9", linewidth=0)
+    # Between two samples nobody has looked: the dots are what is known.
+    axes.plot(times, values, color="#222222", linewidth=1.2, marker="o" if len(shown) < _MANY else "", markersize=3.5)
+    label = f"at the most {most / nbytes:.3g} {unit}"
+    axes.annotate(label, (1.0, 1.02), xycoords="axes fraction", ha="right", fontsize=8)
+    axes.set_ylim(0, max(1.15 * most / nbytes, 1e-3))
     axes.set_ylabel(f"device memory,\n{unit}")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color="#dddddd", linewidth=0.6)

@@ -56,7 +56,7 @@ class ComponentReport:
     predicted_bound: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class OffloadReport:
     """What was measured beside what was predicted. `print`, rich and notebooks show it as a table.
 
@@ -67,6 +67,7 @@ class OffloadReport:
         counters: loads, swaps, bytes moved, device bytes and page-locked bytes held, since offload was enabled.
         peak_nbytes: device bytes at the most; None if unknown.
         predicted_peak_nbytes: the same, predicted.
+        are_activations_known: whether activations are in `predicted_peak_nbytes`, which is of weights alone if not.
         predicted_peak_in: path of the component that was predicted to run then.
         predicted_host_nbytes: predicted host bytes of offloaded weights.
         link_bytes_per_s: rate of the copies; None if there were none.
@@ -81,6 +82,7 @@ class OffloadReport:
     counters: Counters
     peak_nbytes: int | None = None
     predicted_peak_nbytes: int | None = None
+    are_activations_known: bool = False
     predicted_peak_in: str | None = None
     predicted_host_nbytes: int | None = None
     link_bytes_per_s: float | None = None
@@ -117,6 +119,9 @@ class OffloadReport:
     def __str__(self) -> str:
         return str(self.table())
 
+    def __repr__(self) -> str:
+        return str(self)  # a prompt of Python shows this
+
     def __rich__(self) -> Any:
         return self.table().__rich__()
 
@@ -131,7 +136,10 @@ class OffloadReport:
         )
         predicted = ""
         if self.predicted_peak_nbytes is not None:
-            predicted = f"predicted {format_bytes(self.predicted_peak_nbytes)}, while {self.predicted_peak_in} runs; "
+            weights = "" if self.are_activations_known else " of weights"
+            predicted = (
+                f"predicted {format_bytes(self.predicted_peak_nbytes)}{weights}, while {self.predicted_peak_in} runs; "
+            )
         peak = "not measured" if self.peak_nbytes is None else f"{format_bytes(self.peak_nbytes)} at the most"
         held = format_bytes(counters.device_bytes)
         yield f"Device memory: {peak} ({predicted}slots and swapped components take {held} now)"
@@ -187,6 +195,7 @@ def make_report(
         counters=counters,
         peak_nbytes=measured.peak_nbytes or None,
         predicted_peak_nbytes=prediction.peak_nbytes if prediction is not None else None,
+        are_activations_known=any(cost.activation_nbytes for cost in costs.values()),
         predicted_peak_in=prediction.peak_in if prediction is not None else None,
         predicted_host_nbytes=prediction.host_nbytes if prediction is not None else None,
         link_bytes_per_s=measured.link_bytes_per_s or None,

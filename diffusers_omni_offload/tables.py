@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import rich.console
@@ -69,7 +69,9 @@ class Table:
         if self.headers:
             table = RichTable(title=Text(self.title) if self.title else None, title_justify="left", title_style="bold")
             for column, header in enumerate(self.headers):
-                table.add_column(Text(header), justify="left" if self._is_left(column) else "right")
+                justify: Literal["left", "right"] = "left" if self._is_left(column) else "right"
+                # On a narrow terminal words are broken rather than cut off.
+                table.add_column(Text(header), justify=justify, overflow="fold")
             for row in self.rows:
                 table.add_row(*map(Text, row))
             parts.append(table)

@@ -80,8 +80,13 @@ class Trace:
 
     @property
     def moved_nbytes(self) -> int:
-        """Bytes of all copies and gathers."""
-        return sum(span.nbytes for span in self.spans)
+        """Bytes that were copied from this host."""
+        return sum(span.nbytes for span in self.spans if span.lane == "copy")
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """Bytes of blocks that were gathered from all ranks."""
+        return sum(span.nbytes for span in self.spans if span.lane == "gather")
 
     @property
     def peak_nbytes(self) -> int:
@@ -126,14 +131,15 @@ class Trace:
         """A forward of ordinary length, not the first one if there are more.
 
         Args:
-            component: its path; the one with the most blocks if None.
+            component: its path; the one with the most blocks if None, or without any the one that ran longest.
 
         Raises:
             ValueError: no forward was recorded.
         """
         if component is None:
             counts = Counter(self._owners[block.path] for block in self.blocks())
-            component = max(self.components, key=lambda path: counts[path], default=None)
+            seconds = {path: sum(forward.seconds for forward in self.forwards(path)) for path in self.components}
+            component = max(seconds, key=lambda path: (counts[path], seconds[path]), default=None)
         forwards = self.forwards(component) if component is not None else ()
         if not forwards:
             what = f"No forward of {component!r}" if component is not None else "No forward"
@@ -162,7 +168,7 @@ class Trace:
                     str(len(self.forwards(path))),
                     *map(format_seconds, (steady.seconds, steady.compute_seconds, steady.wait_seconds)),
                     str(count_loads(loads)),
-                    format_bytes(sum(span.nbytes for span in loads)),
+                    format_bytes(sum(span.nbytes for span in loads if span.lane == "copy")),
                     bound_by(steady.wait_seconds, steady.seconds),
                 )
             )
@@ -200,16 +206,20 @@ class Trace:
         """Lanes of compute, waits, copies and gathers over one forward, and device memory below.
 
         Args:
-            component: path of the component; the one with the most blocks if None.
-            forward: which of its forwards, the first is 0; one of ordinary length if None.
+            component: path of the component; that of `steady_forward` if None.
+            forward: which of its forwards, the first is 0; if None one of ordinary length, or all of a recording that
+                has no blocks.
             title: a line above; what the forward took if None.
             whole: draw all of the recording.
+
+        Returns:
+            The picture, which notebooks show.
 
         Raises:
             ImportError: matplotlib isn't installed.
             ValueError: the forward wasn't recorded.
         """
-        if whole:
+        if whole or (component is None and forward is None and self.spans and not self.blocks()):
             return plot_spans(
                 self.spans, self.memory, title=str(self) if title is None else title, figures=self.figures
             )
@@ -277,10 +287,11 @@ class Trace:
     def __str__(self) -> str:
         if not self.spans:
             return f"Trace of {self.device}: empty"
-        busy = self.busy
+        moving = covered(span for span in self.spans if span.lane in ("copy", "gather")) / max(self.seconds, 1e-12)
         return (
-            f"Trace of {self.device}: {format_seconds(self.seconds)} ({self.figures}), {busy['compute']:.0%} of it "
-            f"compute and {busy['copy'] + busy['gather']:.0%} copies, {format_seconds(self.wait_seconds)} of waits"
+            f"Trace of {self.device}: {format_seconds(self.seconds)} ({self.figures}), "
+            f"{self.busy['compute']:.0%} of it compute and {moving:.0%} copies, "
+            f"{format_seconds(self.wait_seconds)} of waits"
         )
 
     def __repr__(self) -> str:
@@ -298,6 +309,8 @@ class Trace:
             notes.append(
                 f"Link: {self.link_bytes_per_s / 1e9:.3g} GB/s while it copied, {format_bytes(self.moved_nbytes)}"
             )
+        if self.gathered_nbytes:
+            notes.append(f"Gathered from ranks: {format_bytes(self.gathered_nbytes)}")
         if self.memory:
             notes.append(f"Device memory: {format_bytes(self.peak_nbytes)} at the most where it was looked at")
         return notes

@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from diffusers_omni_offload.planning.choice import Choice
 from diffusers_omni_offload.planning.costs import BlockCost, ComponentCost, Problem, Rates
+from diffusers_omni_offload.planning.memory import fits
 from diffusers_omni_offload.planning.predicting import predict
 from diffusers_omni_offload.planning.prediction import Prediction
 from diffusers_omni_offload.planning.search import DoesNotFit, choices, choose
@@ -59,12 +61,7 @@ def wan(device_nbytes: int, *, seconds: float = 0.15, link: float = 25e9, **othe
 
 def best_of_all(problem: Problem) -> Prediction | None:
     """By looking at each."""
-    fitting = [
-        prediction
-        for prediction in (predict(problem, choice) for choice in choices(problem))
-        if prediction.peak_nbytes <= problem.device_nbytes
-        and (problem.host_nbytes is None or prediction.host_nbytes <= problem.host_nbytes)
-    ]
+    fitting = [predict(problem, choice) for choice in choices(problem) if fits(problem, choice)]
     return min(fitting, key=lambda prediction: prediction.call_seconds, default=None)
 
 
@@ -108,6 +105,19 @@ def test_a_limit_for_the_host_is_kept(seed: int) -> None:
         with pytest.raises(DoesNotFit, match=r"of host memory are missing.*load_omni_pipeline") as error:
             choose(replace(problem, host_nbytes=least - 1))
         assert error.value.missing_nbytes == 1 and error.value.is_host
+
+
+def test_slots_and_what_is_swapped_have_to_fit_together_at_first() -> None:
+    """Where memory is short a VAE that is swapped finds no slots, but then the library doesn't begin at all."""
+    problem = wan(9_900_000_000, total_nbytes=9_900_000_000)
+    vae = replace(problem.components[-1], nbytes=8 * GB, state_nbytes=8 * GB, activation_nbytes=0)
+    problem = replace(problem, components=(*problem.components[:-1], vae))
+    given = {"transformer": "layer", "transformer_2": "layer", "text_encoder": "layer", "vae": "module"}
+    assert predict(problem, Choice(given)).peak_nbytes < 9 * GB
+    with pytest.raises(DoesNotFit, match="before anything runs") as error:
+        choose(problem, given)
+    roomier = problem.device_nbytes + error.value.missing_nbytes
+    assert choose(replace(problem, device_nbytes=roomier), given).choice == Choice(given)
 
 
 def test_dits_of_a_class_get_the_same_and_stay_as_blocks() -> None:

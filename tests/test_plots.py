@@ -73,6 +73,24 @@ def test_gathers_have_a_lane_where_there_are_some() -> None:
     assert "gather" not in bars(plot_spans(recording()[0]).axes[0])
 
 
+def test_forwards_that_follow_each_other_have_one_name() -> None:
+    spans = [Span("component", "transformer", 0.06 * index, 0.06 * index + 0.05) for index in range(10)]
+    lanes = plot_spans([*spans, Span("component", "vae", 0.6, 1.0)]).axes[0]
+    named = {text.get_text(): text.get_position()[0] for text in lanes.texts if text.get_text() != "none"}
+    assert named == {"transformer": pytest.approx(0.295), "vae": pytest.approx(0.8)}
+
+
+def test_without_blocks_all_of_the_recording_is_drawn() -> None:
+    trace = Trace("cuda:0")
+    trace._fill(
+        [Span("copy", "dit", 0.0, 1.0, 8), Span("component", "dit", 1.0, 4.0), Span("component", "vae", 5.0, 6.0)], []
+    )
+    lanes = trace.plot().axes[0]
+    assert list(bars(lanes)) == ["copy", "component"] and len(bars(lanes)["component"]) == 2
+    assert lanes.get_title(loc="left") == str(trace)
+    assert len(bars(trace.plot("vae").axes[0])["component"]) == 1
+
+
 def test_bars_that_cannot_be_told_apart_are_one() -> None:
     narrow = [Span("copy", f"dit.{index}", index * 1e-4, index * 1e-4 + 5e-5, 8) for index in range(1000)]
     spans = [*narrow, Span("copy", "dit.wide", 0.2, 0.5, 8), Span("copy", "dit.last", 0.9, 1.0, 8)]
@@ -95,17 +113,18 @@ def test_what_begins_or_ends_outside_of_the_window_is_cut() -> None:
     assert bars(plot_spans(spans, begin=2.0, end=6.0).axes[0])["copy"] == [(0.0, 2.0), (2.0, 4.0)]
 
 
-def test_memory_goes_on_from_before_the_window() -> None:
+def test_memory_is_a_line_through_what_was_sampled() -> None:
     samples = [
-        MemorySample(0.0, 3 << 30),
-        MemorySample(1.0, 2 << 30),
-        MemorySample(3.0, 5 << 30),
-        MemorySample(9.0, 9 << 30),
+        MemorySample(at, nbytes << 30) for at, nbytes in ((0.0, 9), (1.0, 2), (3.0, 5), (4.0, 1), (6.0, 7), (8.0, 8))
     ]
-    axes = plot_spans([Span("compute", "dit.0", 2.0, 4.0)], samples).axes[1]
+    axes = plot_spans([Span("compute", "dit.0", 2.0, 4.0)], samples[::-1]).axes[1]
     (line,) = axes.lines
-    assert list(line.get_xdata()) == [0.0, 1.0, 2.0] and list(line.get_ydata()) == [2.0, 5.0, 5.0]
+    # Those beside the window say where the line comes from and where it goes.
+    assert list(line.get_xdata()) == [-1.0, 1.0, 2.0, 4.0] and list(line.get_ydata()) == [2.0, 5.0, 1.0, 7.0]
+    assert line.get_marker() == "o" and axes.get_xlim() == (0.0, 2.0) and axes.get_ylim() == (0.0, 1.15 * 5)
     assert axes.get_ylabel() == "device memory,\nGiB" and texts(axes) == ["at the most 5 GiB"]
+    outside = plot_spans([Span("compute", "dit.0", 1.5, 2.5)], samples).axes[1]
+    assert texts(outside) == ["at the most 5 GiB"]
 
 
 @pytest.mark.processes

@@ -19,12 +19,12 @@ COUNTERS = Counters(loads=12, demand_loads=1, swaps=1, bytes_moved=193_000, devi
 BLOCKS = {"transformer": [f"transformer.blocks.{block}" for block in range(4)]}
 
 
-def problem(seconds: float = 0.010) -> Problem:
+def problem(seconds: float = 0.010, activations: int = MIB) -> Problem:
     blocks = tuple(BlockCost(2 * MIB, seconds) for _ in range(4))
     return Problem(
         (
             ComponentCost("text_encoder", "encoder", "text_encoder", 5 * MIB),
-            ComponentCost("transformer", "dit", "dit", 9 * MIB, blocks, MIB, may_keep_blocks=True),
+            ComponentCost("transformer", "dit", "dit", 9 * MIB, blocks, MIB, activation_nbytes=activations),
             ComponentCost("vae", "vae", "vae", 3 * MIB),
             ComponentCost("safety_checker", "resident", "safety_checker", 7 * MIB),
         ),
@@ -111,6 +111,13 @@ def test_unknown_compute_leaves_a_lower_limit() -> None:
     made = make_report(Measured(), Counters(), device="cuda:0", problem=problem(0.0), prediction=prediction(0.0))
     assert rows(made)["transformer"][6] == "≥ 42 ms" and rows(made)["transformer"][-1] == "-"
     assert "Predictions with ≥ have copies only" in str(made)
+
+
+def test_unknown_activations_leave_the_weights() -> None:
+    known = problem(activations=0)
+    made = make_report(Measured(), Counters(), device="cuda:0", problem=known, prediction=prediction())
+    assert "(predicted 12.0 MiB of weights, while transformer runs" in str(made) and not made.are_activations_known
+    assert report().are_activations_known
 
 
 def test_modelled_times_are_called_modelled() -> None:

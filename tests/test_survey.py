@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from diffusers_omni_offload import OffloadConfig, OffloadPlan, adapter_for, resolve_offload_plan
+from diffusers_omni_offload import (
+    OffloadConfig,
+    OffloadPlan,
+    adapter_for,
+    load_omni_pipeline,
+    resolve_offload_plan,
+)
 from diffusers_omni_offload.backends.preflight import DeviceNeed, device_need
 from diffusers_omni_offload.planning.costs import ComponentCost
 from diffusers_omni_offload.planning.survey import survey
 from diffusers_omni_offload.streaming.stages import largest_together
 from diffusers_omni_offload.weights.leaves import find_leaves
 from tests import tiny
+from tests.quantized import ONE_A_LIBRARY
+from tests.quantized import build as build_quantized
 from tests.resolving import Stack, pipeline
 from tests.undeclared import DiT, undeclared
 
@@ -156,6 +165,28 @@ def test_a_component_inside_another_counts_once_and_holds_it_back() -> None:
         "transformer.language_model": (3 * 512, 18, True),
         "transformer": (3 * 512, 18, False),
     }
+
+
+@pytest.mark.parametrize("kind", ONE_A_LIBRARY.values())
+def test_quantized_weights_count_by_their_own_bytes(kind: str) -> None:
+    pipe, _ = build_quantized(kind)
+    cost = surveyed(pipe)["transformer"]
+    blocks = pipe.transformer.transformer_blocks
+    own = [sum(leaf.nbytes for leaf in find_leaves(block, "")) for block in blocks]
+    assert [block.nbytes for block in cost.blocks] == [need_of(block) for block in blocks]
+    assert all(nbytes <= block.nbytes for nbytes, block in zip(own, cost.blocks, strict=True))
+    whole = sum(leaf.nbytes for leaf in find_leaves(pipe.transformer, ""))
+    assert sum(cost.dtypes.values()) == whole and {"int8", "uint8", "float8_e4m3fn"} & set(cost.dtypes)
+
+
+def need_of(block: nn.Module) -> int:
+    return sum(-(-leaf.nbytes // 256) * 256 for leaf in find_leaves(block, ""))
+
+
+def test_weights_that_stay_in_their_files_have_their_sizes(tmp_path: Path) -> None:
+    loaded = tiny.reload(tiny.build_wan()[0], tmp_path, torch.bfloat16)
+    in_files = load_omni_pipeline(type(loaded), tmp_path, torch_dtype=torch.bfloat16)
+    assert surveyed(in_files) == surveyed(loaded)
 
 
 def test_dtypes_and_quantized_parts() -> None:

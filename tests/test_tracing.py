@@ -64,9 +64,13 @@ def test_blocks_are_medians() -> None:
 def test_a_block_that_is_copied_and_gathered_is_loaded_once() -> None:
     trace = traced(gather=3.0)
     assert [block.loads for block in trace.blocks()] == [3] * 4
-    assert trace.blocks()[0].copy_seconds == pytest.approx(0.017) and trace.blocks()[0].nbytes == 17_000
+    assert trace.blocks()[0].copy_seconds == pytest.approx(0.017) and trace.blocks()[0].nbytes == 14_000
     assert [forward.loads for forward in trace.forwards("transformer")] == [4] * 3
-    assert trace.summary().rows[1][5] == "12" and trace.measured().components["transformer"].loads == 12
+    assert trace.moved_nbytes == 12 * 14_000 + 25_000 and trace.gathered_nbytes == 12 * 3_000
+    assert "Gathered from ranks: 35.2 KiB" in str(trace.summary())
+    assert (
+        trace.summary().rows[1][5:7] == ("12", "164.1 KiB") and trace.measured().components["transformer"].loads == 12
+    )
 
 
 def test_times_in_a_forward_count_what_reaches_into_it() -> None:
@@ -111,6 +115,10 @@ def test_the_steady_forward_is_one_of_ordinary_length() -> None:
     assert trace.steady_forward().number == 3
     assert traced().steady_forward().component == "transformer" and traced().steady_forward("vae").number == 0
     assert traced(forwards=1).steady_forward().number == 0
+    # Without blocks, the one that takes longest.
+    whole = Trace("cuda:0")
+    whole._fill([Span("component", "text_encoder", 0.0, 1.0), Span("component", "dit", 1.0, 4.0, 0, 1)], [])
+    assert whole.steady_forward().component == "dit"
 
 
 def test_what_was_not_recorded_is_said() -> None:

@@ -29,6 +29,7 @@ class Records:
         self._streamer, self._held = streamer, held
         self.others: int | None = None
         self.first_call: Recorder | None = None
+        self._trace: Recorder | None = None
         self.is_waiting = False
 
     def start(self) -> None:
@@ -36,13 +37,14 @@ class Records:
         self.is_waiting = True
         if self.others is None:
             self.others = max(0, self._streamer.platform.allocated_bytes() - self._held())
-        self._record(Recorder(self._streamer.platform, _ENOUGH, self._held))
+        if self._trace is None:
+            self._record(Recorder(self._streamer.platform, _ENOUGH, self._held))
         self.first_call = self._streamer.recorder
 
     def stop(self) -> None:
         """The first call was recorded, and is kept; nothing is from now on."""
         self.is_waiting = False
-        if self._streamer.component_recorder is self.first_call:
+        if self._trace is None and self._streamer.component_recorder is self.first_call:
             self._record(None)
 
     @contextmanager
@@ -52,14 +54,16 @@ class Records:
         Raises:
             RuntimeError: it is inside of such a body already.
         """
-        before = self._streamer.component_recorder
-        if before is not None and before is not self.first_call:
+        if self._trace is not None:
             raise RuntimeError("This pipeline's calls are being recorded already; end the other trace first.")
-        recorder = Recorder(self._streamer.platform, held=self._held)
+        self._trace = recorder = Recorder(self._streamer.platform, held=self._held)
         self._record(recorder)
+        if self.is_waiting:
+            self.first_call = recorder  # It sees all that is needed for a verdict, and more.
         try:
             yield recorder
         finally:
+            self._trace = None
             self._record(None)
             if self.is_waiting:
                 self.start()

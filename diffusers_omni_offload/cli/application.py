@@ -71,6 +71,12 @@ HostMemoryBudget = Annotated[
         metavar="SIZE", help="Host memory for offloaded weights, such as 32GiB.  [default: what is available]"
     ),
 ]
+Profile = Annotated[
+    bool,
+    typer.Option(
+        "--profile/--no-profile", help="With --mode auto: use what was measured on this machine before, and keep it."
+    ),
+]
 Steps = Annotated[int | None, typer.Option(metavar="N", min=1, help="Denoising steps.  [default: the pipeline's]")]
 Height = Annotated[int | None, typer.Option(metavar="N", min=1, help="Height in pixels.  [default: the pipeline's]")]
 Width = Annotated[int | None, typer.Option(metavar="N", min=1, help="Width in pixels.  [default: the pipeline's]")]
@@ -79,6 +85,62 @@ NumFrames = Annotated[
 ]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command(
+    name="plan",
+    epilog="\b\n"
+    "Examples:\n"
+    "  $ omni-offload plan demo --memory-budget 1MiB\n"
+    "  $ omni-offload plan Wan-AI/Wan2.2-T2V-A14B-Diffusers --memory-budget 24GiB --link-gb-per-s 25 --tflops 150\n"
+    "  $ omni-offload plan Qwen/Qwen-Image --memory-budget 16GiB --height 1024 --width 1024 --json\n",
+)
+def plan(
+    model: ModelName,
+    memory_budget: MemoryBudget = None,
+    host_memory_budget: HostMemoryBudget = None,
+    link_gb_per_s: Annotated[
+        float | None,
+        typer.Option(
+            metavar="GB/S",
+            help="Of copies from page-locked host memory, in 1e9 bytes a second; omni-offload doctor measures it.  "
+            "[default: 16]",
+        ),
+    ] = None,
+    tflops: Annotated[
+        float | None,
+        typer.Option(
+            metavar="TFLOPS",
+            help="What the device reaches in matrix products, in 1e12 operations a second.  [default: times are those "
+            "of copies alone]",
+        ),
+    ] = None,
+    steps: Steps = None,
+    height: Height = None,
+    width: Width = None,
+    num_frames: NumFrames = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what each mode would take, from configurations alone: device and host memory, seconds, and the call that
+    asks for it."""
+    from diffusers_omni_offload.cli import forecasting
+    from diffusers_omni_offload.cli.models import CallFlags
+
+    forecasting.plan(
+        forecasting.PlanRequest(
+            model=model,
+            memory_budget=memory_budget,
+            host_memory_budget=host_memory_budget,
+            link_gb_per_s=link_gb_per_s,
+            tflops=tflops,
+            call=CallFlags(steps=steps, height=height, width=width, num_frames=num_frames),
+            dtype=dtype,
+            device=device,
+            as_json=as_json,
+        )
+    )
 
 
 @app.command(
@@ -138,6 +200,7 @@ def run(
     ] = None,
     memory_budget: MemoryBudget = None,
     host_memory_budget: HostMemoryBudget = None,
+    profile: Profile = True,
     enable_cpu_offload: Annotated[
         bool, typer.Option("--enable-cpu-offload", help="Swap whole components (model-level).")
     ] = False,
@@ -212,6 +275,7 @@ def run(
                 mode=mode,
                 memory_budget=memory_budget,
                 host_memory_budget=host_memory_budget,
+                profile=profile,
                 enable_cpu_offload=enable_cpu_offload,
                 enable_layerwise_offload=enable_layerwise_offload,
                 enable_distributed_layerwise_offload=enable_distributed_layerwise_offload,
@@ -248,6 +312,7 @@ def bench(
     device: Device = None,
     memory_budget: MemoryBudget = None,
     host_memory_budget: HostMemoryBudget = None,
+    profile: Profile = True,
     as_json: AsJson = False,
 ) -> None:
     """Measure calls of a pipeline in several modes: seconds, device memory, bytes copied, and whether the outputs are
@@ -266,6 +331,7 @@ def bench(
             call=CallFlags(steps=steps, height=height, width=width, num_frames=num_frames),
             memory_budget=memory_budget,
             host_memory_budget=host_memory_budget,
+            profile=profile,
             as_json=as_json,
         )
     )

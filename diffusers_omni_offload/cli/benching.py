@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ class BenchRequest:
         modes: any of `MODES`, in the order in which they run.
         calls: measured ones in each mode, after one that isn't.
         prompt, device, dtype, call: as of `run`.
-        memory_budget, host_memory_budget: sizes as text, for "auto".
+        memory_budget, host_memory_budget, profile: for "auto", as of `run`.
         as_json: print JSON.
     """
 
@@ -45,6 +46,7 @@ class BenchRequest:
     call: CallFlags = field(default_factory=CallFlags)
     memory_budget: str | None = None
     host_memory_budget: str | None = None
+    profile: bool = True
     as_json: bool = False
 
 
@@ -95,8 +97,11 @@ def bench(request: BenchRequest) -> None:
         return np.asarray(result[0] if isinstance(result, tuple) else next(iter(result.values())))
 
     platform = platform_for(device)
+    size = model.size(request.call)
+    runs = []
     with on_device(device):
-        runs = [_run(mode, strategy, pipe, platform, call, request.calls) for mode, strategy in strategies.items()]
+        for mode, strategy in strategies.items():
+            runs.append(_run(mode, partial(strategy.enable, pipe, device, size), pipe, platform, call, request.calls))
     outcomes = _compared(runs)
     if request.as_json:
         figures = "modelled" if platform.is_modelled else "measured"
@@ -117,17 +122,27 @@ def _strategies(request: BenchRequest) -> dict[str, Strategy]:
     has_budget = request.memory_budget is not None or request.host_memory_budget is not None
     if has_budget and AUTO not in request.modes:
         raise BadInput(f"A budget is for the mode {AUTO}, which isn't among --modes {','.join(request.modes)}; add it.")
-    auto = StrategyFlags(AUTO, memory_budget=request.memory_budget, host_memory_budget=request.host_memory_budget)
+    auto = StrategyFlags(
+        AUTO,
+        memory_budget=request.memory_budget,
+        host_memory_budget=request.host_memory_budget,
+        profile=request.profile,
+    )
     return {mode: strategy_of(auto if mode == AUTO else StrategyFlags(mode)) for mode in request.modes}
 
 
 def _run(
-    mode: str, strategy: Strategy, pipe: Any, platform: Platform, call: Callable[[], np.ndarray], calls: int
+    mode: str,
+    enable: Callable[[], Any],
+    pipe: Any,
+    platform: Platform,
+    call: Callable[[], np.ndarray],
+    calls: int,
 ) -> tuple[Outcome, np.ndarray | None]:
     """Run one mode; its figures and its output. The pipeline is on the CPU before and after."""
     try:
         try:
-            handle = strategy.enable(pipe, platform.device)
+            handle = enable()
         except BadInput as error:
             return Outcome(mode, refusal=one_line(error)), None
         call()  # buffers are allocated then, and "auto" measures

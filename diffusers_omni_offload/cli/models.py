@@ -24,6 +24,7 @@ SOURCES = ("memory", "checkpoint")
 _ON_THE_HUB = re.compile(r"[\w.-]+/[\w.-]+")
 #: The demo's weights are random; these make its calls take no time.
 _DEMO_ARGUMENTS = {"height": 16, "width": 16, "num_frames": 5, "num_inference_steps": 4, "max_sequence_length": 16}
+_SIZES = ("height", "width", "num_frames", "num_inference_steps")
 #: A video's pipeline has one of these, one for sound another.
 _LENGTHS_OF_VIDEOS = ("num_frames", "video_length")
 _LENGTHS_OF_SOUNDS = ("audio_length_in_s", "audio_duration_s", "audio_end_in_s")
@@ -103,6 +104,12 @@ class Model:
                     f"{self.cls.__name__} needs {name!r} in its call, which no flag gives; call it from Python."
                 )
         return arguments
+
+    def size(self, flags: CallFlags) -> dict[str, Any]:
+        """Of `height`, `width`, `num_frames` and `num_inference_steps`, those that are given, or that the demo has."""
+        given = {name: value for name, (_, value) in flags.given().items()}
+        chosen = {**(_DEMO_ARGUMENTS if self.is_demo else {}), **given}
+        return {name: chosen[name] for name in _SIZES if name in chosen}
 
     def request_of(self, prompt: str, seed: int) -> dict[str, Any]:
         """Arguments of a call for one prompt, with noise of its own."""

@@ -78,7 +78,7 @@ def run(request: RunRequest) -> None:
         if not processes.is_first and hasattr(pipe, "set_progress_bar_config"):
             pipe.set_progress_bar_config(disable=True)
         processes.share_tokens(pipe, device.type)
-        handle = strategy.enable(pipe, device)
+        handle = strategy.enable(pipe, device, model.size(request.call))
         _call_for_each(request, processes, model, pipe, handle, prompts, arguments, output)
 
 
@@ -144,7 +144,8 @@ def _call_for_each(
         show(handle.report())
     else:
         copied = f"{handle.loads} blocks and {handle.swaps} components were copied, {format_bytes(handle.bytes_moved)}"
-        say(f"{copied}; {format_bytes(handle.pinned_bytes)} of host memory are page-locked")
+        locked = f"{format_bytes(handle.pinned_bytes)} of host memory are page-locked"
+        say(f"{copied}; {locked}" if handle.bytes_moved else "nothing was copied: all weights stayed on the device")
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ class StrategyFlags:
     Attributes:
         mode: one of `MODES`; None if it wasn't given.
         memory_budget, host_memory_budget: sizes as text, for "auto".
+        profile: whether "auto" uses and keeps what was measured on this machine.
         enable_cpu_offload, enable_layerwise_offload, enable_distributed_layerwise_offload: a strategy; the last one
             that is on counts.
         data_parallel_size: ranks with requests of their own; None if it wasn't given.
@@ -36,6 +38,7 @@ class StrategyFlags:
     mode: str | None = None
     memory_budget: str | None = None
     host_memory_budget: str | None = None
+    profile: bool = True
     enable_cpu_offload: bool = False
     enable_layerwise_offload: bool = False
     enable_distributed_layerwise_offload: bool = False
@@ -53,20 +56,25 @@ class Strategy:
     Attributes:
         mode: one of `MODES`, or None where `config` has everything.
         config: the configuration; None for "auto" and "resident".
-        budgets: keyword arguments of "auto".
+        options: keyword arguments of "auto".
     """
 
     mode: str | None
     config: OffloadConfig | None
-    budgets: dict[str, int]
+    options: Mapping[str, Any]
 
     @property
     def is_resident(self) -> bool:
         """Whether nothing is offloaded."""
         return self.mode == RESIDENT
 
-    def enable(self, pipe: Any, device: Any) -> Any:
+    def enable(self, pipe: Any, device: Any, size: Mapping[str, int]) -> Any:
         """Offload `pipe`, or move it to the device as it is. The handle; None if nothing is offloaded.
+
+        Args:
+            pipe: the pipeline.
+            device: where it runs.
+            size: height, width, frames and steps of the calls, as far as they are given.
 
         Raises:
             BadInput: it can't be done.
@@ -77,7 +85,7 @@ class Strategy:
                 return None
             if self.config is not None:
                 return enable_from_config(pipe, self.config, device=device)
-            return pipe.enable_omni_offload(AUTO, device=device, **self.budgets)
+            return pipe.enable_omni_offload(AUTO, device=device, **self.options, **size)
 
 
 def strategy_of(flags: StrategyFlags) -> Strategy:
@@ -94,13 +102,13 @@ def strategy_of(flags: StrategyFlags) -> Strategy:
     if flags.mode is not None and asked:
         raise BadInput(f"--mode {flags.mode} and {asked[0]} both say what is offloaded; leave one of them out.")
     if asked:
-        return Strategy(None, _config_of(flags), _budgets(flags, asked[0]))
+        return Strategy(None, _config_of(flags), _of_auto(flags, asked[0]))
     if flags.dlo_resident_layers or not flags.dlo_use_allgather:
         flag = "--dlo-resident-layers" if flags.dlo_resident_layers else "--dlo-no-use-allgather"
         raise BadInput(f"{flag} belongs to --enable-distributed-layerwise-offload; add that, or leave it out.")
     mode = flags.mode or AUTO
     of_mode = OffloadConfig.from_options(mode) if mode in ("layer", "module") else None
-    return Strategy(mode, of_mode, _budgets(flags, f"--mode {mode}"))
+    return Strategy(mode, of_mode, _of_auto(flags, f"--mode {mode}"))
 
 
 def _config_of(flags: StrategyFlags) -> OffloadConfig:
@@ -126,13 +134,16 @@ def _config_of(flags: StrategyFlags) -> OffloadConfig:
         return OffloadConfig.from_od_config(fields)
 
 
-def _budgets(flags: StrategyFlags, chosen: str) -> dict[str, int]:
+def _of_auto(flags: StrategyFlags, chosen: str) -> dict[str, Any]:
+    """The options of "auto". BadInput if one is given with something else."""
     budgets = {
         name: value for name in ("memory_budget", "host_memory_budget") if (value := getattr(flags, name)) is not None
     }
-    for name in budgets:
-        if chosen != f"--mode {AUTO}":
-            flag = name.replace("_", "-")
-            raise BadInput(f"--{flag} is for --mode auto, which chooses what is offloaded; leave it or {chosen} out.")
+    given = [f"--{name.replace('_', '-')}" for name in budgets] + ([] if flags.profile else ["--no-profile"])
+    if chosen != f"--mode {AUTO}":
+        if given:
+            raise BadInput(f"{given[0]} is for --mode auto, which chooses what is offloaded; leave it or {chosen} out.")
+        return {}
     with input_is_to_blame():
-        return {name: parse_bytes(f"--{name.replace('_', '-')}", value) for name, value in budgets.items()}
+        sizes = {name: parse_bytes(f"--{name.replace('_', '-')}", value) for name, value in budgets.items()}
+    return {**sizes, "profile": flags.profile}

@@ -24,7 +24,7 @@ class MeasuredComponent:
         block_seconds: compute of each block in one forward, in order; 0 for one that didn't run. Empty if none was
             timed apart.
         loads: how often a block of it, or the whole of it, came to the device.
-        moved_nbytes: bytes of the copies and gathers for that.
+        moved_nbytes: bytes that were copied from this host for that.
         activation_nbytes: device bytes beside weights at the most; 0 if unknown.
     """
 
@@ -156,7 +156,7 @@ def _measure_component(spans: Sequence[Span], blocks: Sequence[str], activation_
         outside_seconds=median(forward.outside for forward in steady),
         block_seconds=tuple(_median_of_those_that_ran(block, steady) for block in blocks),
         loads=count_loads(loads),
-        moved_nbytes=sum(span.nbytes for span in loads),
+        moved_nbytes=sum(span.nbytes for span in loads if span.lane == "copy"),
         activation_nbytes=activation_nbytes,
     )
 

@@ -86,6 +86,19 @@ class Memory:
                 most, where = max(held, most), component.path
         return most, where
 
+    def needed(self, residents: Mapping[str, int], slots: int) -> int:
+        """Device bytes that have to be there: the peak, and what `backends.preflight` wants to be free at first, which
+        counts slots and swapped components together even where they make way for each other."""
+        at_first = self.between_calls(residents, slots) + self._together(lambda component: True)
+        return max(self.peak(residents, slots)[0], at_first)
+
+    def fits(self, residents: Mapping[str, int], slots: int) -> bool:
+        """Whether device and host have room."""
+        limit = self._problem.host_nbytes
+        if limit is not None and self.host_nbytes(residents) > limit:
+            return False
+        return self.needed(residents, slots) <= self._problem.device_nbytes
+
     def held(self, runs: ComponentCost, residents: Mapping[str, int], slots: int) -> int:
         """Device bytes of weights and slots while a component runs, at the most. What else is taken then, its
         activations and what the pipeline keeps, isn't in it."""
@@ -170,6 +183,11 @@ class Memory:
 def peak(problem: Problem, choice: Choice) -> tuple[int, str]:
     """Device bytes of a choice at the most, and the path of the component that runs then."""
     return Memory(problem, choice.kinds).peak(choice.residents, choice.slots)
+
+
+def fits(problem: Problem, choice: Choice) -> bool:
+    """Whether device and host have room for a choice."""
+    return Memory(problem, choice.kinds).fits(choice.residents, choice.slots)
 
 
 def whole_nbytes(component: ComponentCost) -> int:

@@ -31,12 +31,16 @@ def device_refusal(problem: Problem, choice: Choice) -> DoesNotFit:
     """
     memory = Memory(problem, choice.kinds)
     nbytes, path = memory.peak(choice.residents, choice.slots)
-    runs = problem.component(path)
+    runs, when = problem.component(path), f"while {path} runs"
+    activations = runs.activation_nbytes
+    at_first = memory.needed(choice.residents, choice.slots)
+    if at_first > nbytes:
+        nbytes, activations, when = at_first, 0, "before anything runs"
     missing = nbytes - problem.device_nbytes
-    slots = min(memory.slots_nbytes(choice.residents, choice.slots), nbytes - runs.activation_nbytes)
-    parts = [f"{format_bytes(nbytes - runs.activation_nbytes - slots)} of weights"]
+    slots = min(memory.slots_nbytes(choice.residents, choice.slots), nbytes - activations)
+    parts = [f"{format_bytes(nbytes - activations - slots)} of weights"]
     parts += [f"{format_bytes(slots)} of slots"] if slots else []
-    parts += [f"{format_bytes(runs.activation_nbytes)} of activations"] if runs.activation_nbytes else []
+    parts += [f"{format_bytes(activations)} of activations"] if activations else []
     hints = [
         *_about_activations(runs, missing),
         *_about_what_stays(problem, choice, missing),
@@ -44,8 +48,8 @@ def device_refusal(problem: Problem, choice: Choice) -> DoesNotFit:
         "quantized weights",
     ]
     message = (
-        f"{format_bytes(missing)} of device memory are missing at the least: {format_bytes(nbytes)} are needed while "
-        f"{path} runs ({', '.join(parts)}), and {format_bytes(problem.device_nbytes)} may be taken. What would help: "
+        f"{format_bytes(missing)} of device memory are missing at the least: {format_bytes(nbytes)} are needed "
+        f"{when} ({', '.join(parts)}), and {format_bytes(problem.device_nbytes)} may be taken. What would help: "
         f"{'; '.join(hints)}."
     )
     return DoesNotFit(message, missing, path)

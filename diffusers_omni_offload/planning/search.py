@@ -176,12 +176,11 @@ class _Search:
 
     def _try(self, memory: Memory, options: Sequence[Option], slots: int, seconds: float) -> None:
         choice = _choice(self._groups, options, slots)
-        nbytes, _ = memory.peak(choice.residents, slots)
-        if nbytes > self._problem.device_nbytes or self._missing_on_host(memory, choice) > 0:
+        if not memory.fits(choice.residents, slots):
             return
         if self._best is None or seconds < self._best:
             self._best = seconds
-        self._found.append((seconds, nbytes, choice))
+        self._found.append((seconds, memory.peak(choice.residents, slots)[0], choice))
 
     def _missing_on_host(self, memory: Memory, choice: Choice) -> int:
         limit = self._problem.host_nbytes
@@ -199,7 +198,7 @@ class _Search:
             options = [_options(group[0], {group[0].path: kind}) for group, kind in pairs]
             for chosen in product(*options):
                 choice = _choice(self._groups, chosen, SLOTS[0])
-                missing = max(memory.peak(choice.residents, choice.slots)[0] - self._problem.device_nbytes, 0)
+                missing = max(memory.needed(choice.residents, choice.slots) - self._problem.device_nbytes, 0)
                 both = missing, self._missing_on_host(memory, choice)
                 if least is None or both < least[:2]:
                     least = *both, choice

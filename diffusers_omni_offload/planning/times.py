@@ -29,7 +29,7 @@ class ForwardTimes:
         wait_seconds: what the compute waited for blocks.
         copy_seconds: how long there was a copy or a gather meanwhile.
         loads: how often a block, or all of it, was sent to the device in it.
-        moved_nbytes: bytes of the copies and gathers for that.
+        moved_nbytes: bytes that were copied from this host for that.
     """
 
     component: str
@@ -62,8 +62,8 @@ class BlockTimes:
         compute_seconds: one forward.
         wait_seconds: what the compute waited for it.
         loads: how often it came to the device.
-        copy_seconds: one load, its copy and its gather.
-        nbytes: bytes of one load.
+        copy_seconds: one load, from the begin of its copy to the end of its gather, if it has one.
+        nbytes: bytes that one load brings to the device.
     """
 
     path: str
@@ -100,7 +100,7 @@ def forward_times(spans: Sequence[Span], components: Collection[str]) -> Iterato
                 wait_seconds=covered(waiting.around(whole), whole),
                 copy_seconds=covered(moving.around(whole), whole),
                 loads=count_loads(mine),
-                moved_nbytes=sum(span.nbytes for span in mine),
+                moved_nbytes=sum(span.nbytes for span in mine if span.lane == "copy"),
             )
             counts[whole.name] += 1
 
@@ -149,21 +149,27 @@ class _Windows:
 
 
 def _block_times(path: str, spans: Sequence[Span]) -> BlockTimes:
-    lanes: dict[Lane, list[float]] = {"component": [], "compute": [], "wait": [], "copy": [], "gather": []}
-    nbytes: dict[Lane, int] = {}
+    lanes: dict[Lane, list[Span]] = {}
     for span in spans:
-        lanes[span.lane].append(span.seconds)
-        nbytes[span.lane] = max(nbytes.get(span.lane, 0), span.nbytes)
-    medians = {lane: median(times) if times else 0.0 for lane, times in lanes.items()}
+        lanes.setdefault(span.lane, []).append(span)
+    copies, gathers = lanes.get("copy", []), lanes.get("gather", [])
+    # A recording may begin or end between the two.
+    are_pairs = len(copies) == len(gathers)
+    loads = zip(copies, gathers, strict=True) if are_pairs else zip(copies or gathers, strict=True)
     return BlockTimes(
         path=path,
         runs=len(lanes["compute"]),
-        compute_seconds=medians["compute"],
-        wait_seconds=medians["wait"],
+        compute_seconds=_median(span.seconds for span in lanes["compute"]),
+        wait_seconds=_median(span.seconds for span in lanes.get("wait", [])),
         loads=count_loads(spans),
-        copy_seconds=medians["copy"] + medians["gather"],
-        nbytes=sum(nbytes.values()),
+        copy_seconds=_median(max(span.end for span in load) - min(span.begin for span in load) for load in loads),
+        nbytes=max(span.nbytes for span in spans),
     )
+
+
+def _median(times: Iterable[float]) -> float:
+    times = list(times)
+    return median(times) if times else 0.0
 
 
 def bound_by(wait_seconds: float, seconds: float) -> str:

@@ -159,7 +159,7 @@ def workload(
     patch = _patch(getattr(pipe, next(iter(dits))), vae)
     frames = -(-(asked.num_frames - 1) // time) + 1
     image = frames * (asked.height // (space * patch)) * (asked.width // (space * patch))
-    text = text_tokens or _default(pipe, "max_sequence_length", 512) + family.other_text_tokens
+    text = text_tokens or default_of(pipe, "max_sequence_length", 512) + family.other_text_tokens
     samples = 2 if asked.guidance and family.guided_by == "sample" else 1
     forwards = _forwards(pipe, list(dits), asked, family)
     counts = _Tokens(image, text, samples)
@@ -186,6 +186,12 @@ def with_workload(
         operations_per_s: of the device in matrix products; None leaves times unknown.
     """
     return tuple(_with_load(component, found.loads.get(component.path), operations_per_s) for component in components)
+
+
+def default_of(pipe: Any, name: str, otherwise: int) -> int:
+    """The default of an argument of the pipeline's call, if it has one that is a number."""
+    parameter = inspect.signature(type(pipe).__call__).parameters.get(name)
+    return parameter.default if parameter is not None and isinstance(parameter.default, int) else otherwise
 
 
 def _with_load(component: ComponentCost, load: ComponentLoad | None, rate: float | None) -> ComponentCost:
@@ -218,18 +224,12 @@ class _Tokens:
 def _with_defaults(pipe: Any, request: Request, family: _Family) -> Any:
     """The request, with a number for everything."""
     return Request(
-        height=request.height or _default(pipe, "height", 1024),
-        width=request.width or _default(pipe, "width", 1024),
-        num_frames=request.num_frames or _default(pipe, "num_frames", 1),
-        num_inference_steps=request.num_inference_steps or _default(pipe, "num_inference_steps", 50),
+        height=request.height or default_of(pipe, "height", 1024),
+        width=request.width or default_of(pipe, "width", 1024),
+        num_frames=request.num_frames or default_of(pipe, "num_frames", 1),
+        num_inference_steps=request.num_inference_steps or default_of(pipe, "num_inference_steps", 50),
         guidance=family.is_guided if request.guidance is None else request.guidance,
     )
-
-
-def _default(pipe: Any, name: str, otherwise: Any) -> Any:
-    """The default of an argument of the pipeline's call."""
-    parameter = inspect.signature(type(pipe).__call__).parameters.get(name)
-    return parameter.default if parameter is not None and isinstance(parameter.default, int) else otherwise
 
 
 def _scales(vae: Any) -> tuple[int, int]:
