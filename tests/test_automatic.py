@@ -198,14 +198,14 @@ def test_a_forward_that_ran_out_of_memory_is_run_once_more(slow_link: torch.devi
     sim.configure(capacity_bytes=torch.accelerator.memory_allocated() + BUDGET)
     handle = pipe.enable_omni_offload("auto", memory_budget=BUDGET, activation_memory=1)
     assert residents(handle) == [6]
-    taken = torch.empty(free_bytes(sim) - 2048, dtype=torch.uint8, device=slow_link)
+    taken = torch.empty(free_bytes(sim) - 8192, dtype=torch.uint8, device=slow_link)
     with log_lines() as lines:
         assert torch.equal(pipe(steps=STEPS).cpu(), expected)
     assert any("too short for transformer" in line for line in lines)
     assert residents(handle) == [5]
     before = handle.loads
     assert torch.equal(pipe(steps=STEPS).cpu(), expected)
-    assert handle.loads - before == 7 * STEPS
+    assert 7 * STEPS <= handle.loads - before <= 7 * STEPS + 1  # It may not know yet that the call ends there.
     assert_no_hazards(sim, "out of memory")
     del taken
 
@@ -214,7 +214,7 @@ def test_one_that_runs_out_again_is_an_error(slow_link: torch.device, sim: Modul
     expected, pipe = resident(slow_link), stack()
     sim.configure(capacity_bytes=torch.accelerator.memory_allocated() + BUDGET)
     handle = pipe.enable_omni_offload("auto", memory_budget=BUDGET, activation_memory=1)
-    taken = torch.empty(free_bytes(sim) + 6 * BLOCK, dtype=torch.uint8, device="cpu")
+    taken = torch.empty(free_bytes(sim) + 12 * BLOCK, dtype=torch.uint8, device="cpu")
 
     def fill(*_: Any) -> None:
         nonlocal taken
