@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,6 +38,8 @@ _MARGIN = 0.05
 _ACTIVATIONS = {"dit": 0.2, "resident": 0.05, "vae": 0.2, "encoder": 0.05}
 #: Forwards of the DiT in a call, if nobody says.
 _FORWARDS = 30
+#: A choice that is faster by less than this isn't worth a change.
+_WORTH_IT = 0.01
 #: The forward of a DiT that is measured: in the first one libraries are loaded and kernels chosen.
 _MEASURED_FORWARD = 2
 
@@ -113,7 +116,8 @@ class Automatic:
         self.prediction = choose(problem)
         if not (is_measured or request.activation_memory or self._has_plenty()):
             self.prediction = predict(problem, replace(self.prediction.choice, residents={}, slots=2))
-        self._backend: PlanBackend | None = None
+        # The backend has this, and mustn't be kept by a handle that has it, too.
+        self._backend: Callable[[], PlanBackend | None] = lambda: None
         self._forwards: Counter[str] = Counter()
         self._is_settled = False
 
@@ -172,10 +176,12 @@ class Automatic:
 
     def attach(self, handle: OffloadHandle) -> None:
         """Look after the offload that was enabled with `config`."""
-        self._backend = backend = handle.backend
+        backend = handle.backend
+        self._backend = weakref.ref(backend)
         handle.automatic = self
-        backend.runner.after_entry, backend.runner.relieve = self._after_entry, self._relieve
-        backend.after_call = self._after_call
+        if self._platform.is_asynchronous:  # On the CPU nothing overlaps, and memory isn't counted.
+            backend.runner.after_entry, backend.runner.relieve = self._after_entry, self._relieve
+            backend.after_call = self._after_call
         self._say("chosen from sizes and the link" if not self._is_known() else "chosen from what was measured before")
 
     # ------------------------------------------------------------------ while the pipeline runs
@@ -231,11 +237,14 @@ class Automatic:
         try:
             found = choose(self.problem, kinds)
         except DoesNotFit as error:
-            logger.warning("%s Nothing is kept on the device meanwhile.", error)
+            logger.warning("%s Nothing is kept on the device meanwhile.", str(error))
             found = predict(self.problem, replace(self.prediction.choice, residents={}, slots=2))
-        before, self.prediction = self.prediction.choice, found
-        if found.choice == before:
+        before = predict(self.problem, self.prediction.choice)
+        is_as_fast = before.call_seconds <= found.call_seconds * (1 + _WORTH_IT)
+        if is_as_fast and before.peak_nbytes <= self.problem.device_nbytes:
+            self.prediction = before
             return
+        self.prediction = found
         counts = {path: found.choice.residents.get(path, 0) for path in self._counts()}
         try:
             self._keep(counts, found.choice.slots)
@@ -292,8 +301,9 @@ class Automatic:
     # ------------------------------------------------------------------ what there is
 
     def _enabled(self) -> PlanBackend:
-        assert self._backend is not None
-        return self._backend
+        backend = self._backend()
+        assert backend is not None
+        return backend
 
     def _counts(self) -> dict[str, int]:
         """Path of a component with a stack that may keep blocks -> how many it keeps now."""

@@ -19,11 +19,9 @@ def measure_link(platform: Platform, nbytes: int = _LARGE) -> Rates:
 
     Args:
         platform: the device.
-        nbytes: bytes of a large copy.
-
-    Raises:
-        torch.OutOfMemoryError: the device has no room for it.
+        nbytes: bytes of a large copy; fewer, if the device's memory is short.
     """
+    nbytes = min(nbytes, max(platform.free_bytes() // 4, _SMALL))
     with on_device(platform.device), torch.inference_mode(False):
         host = HostBuffer(nbytes, platform, PinnedBudget(True))
         host.bytes.zero_()

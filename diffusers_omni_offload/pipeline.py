@@ -12,8 +12,9 @@ from diffusers_omni_offload.advice import what_fits
 from diffusers_omni_offload.automatic import Automatic, Request
 from diffusers_omni_offload.backends import DelegatedBackend, PlanBackend, get_offload_backend, is_delegated, preflight
 from diffusers_omni_offload.backends.distributed import tell_other_ranks
+from diffusers_omni_offload.checks import one_of
 from diffusers_omni_offload.composition import composed_class, stock_class
-from diffusers_omni_offload.config import OffloadConfig, OffloadStrategy
+from diffusers_omni_offload.config import MODES, OffloadConfig, OffloadStrategy
 from diffusers_omni_offload.handle import HANDLE_ATTRIBUTE, OffloadHandle, omni_offload
 from diffusers_omni_offload.hooks import COMPONENT_HOOK, owned_hook
 from diffusers_omni_offload.messages import logger
@@ -96,6 +97,8 @@ def enable_omni_offload(
         "host_memory_budget": host_memory_budget,
         "activation_memory": activation_memory,
     }
+    if mode is not None:
+        mode = one_of("mode", mode, (*MODES, "auto"))
     if mode == "auto":
         _require_defaults(
             'the mode is "auto", which chooses it',

@@ -82,7 +82,7 @@ class Profile:
             except FileNotFoundError:
                 pass
             except (OSError, ValueError) as error:
-                logger.warning("The profile %s can't be read (%s), so it is begun anew.", self.path, error)
+                logger.warning("The profile %s can't be read (%s), so it is begun anew.", self.path, str(error))
         if not _is_ours(content):
             content = {"version": _VERSION, "devices": {}, "pipelines": {}}
         return content
@@ -97,7 +97,7 @@ class Profile:
             temporary.write_text(json.dumps(content, indent=1))
             temporary.replace(self.path)
         except OSError as error:
-            logger.warning("The profile %s can't be written: %s.", self.path, error)
+            logger.warning("The profile %s can't be written: %s.", self.path, str(error))
 
 
 def pipeline_key(device: str, components: tuple[ComponentCost, ...], workload: Mapping[str, Any]) -> str:

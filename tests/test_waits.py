@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import ast
 import gc
-import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -27,6 +25,7 @@ from diffusers_omni_offload.weights.leaves import find_leaves
 from diffusers_omni_offload.weights.packed import PackedMaster
 from diffusers_omni_offload.weights.pinning import PinnedBudget
 from tests import gathered_waits, page_cache_waits, simdevice, staged_waits, tiny, waits
+from tests.logs import log_lines
 from tests.waits import Site
 
 STREAMER = "diffusers_omni_offload/streaming/streamer.py"
@@ -192,24 +191,9 @@ def the_verdict_follows_the_rates() -> None:
         simdevice.configure(flops_per_s=50e12, h2d_bytes_per_s=16e9)
         offloaded = Offloaded(blocks=8)
         simdevice.configure(**rates)
-        with _log_lines() as lines:
+        with log_lines() as lines:
             offloaded.run()
         assert any(verdict in line for line in lines), f"the modelled rates {rates} gave {lines}"
-
-
-@contextmanager
-def _log_lines() -> Iterator[list[str]]:
-    lines: list[str] = []
-    handler, logger = logging.Handler(logging.INFO), logging.getLogger("diffusers_omni_offload")
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield lines
-    finally:
-        logger.setLevel(level)
-        logger.removeHandler(handler)
 
 
 def a_stage_is_given_up_before_it_was_entered() -> None:
