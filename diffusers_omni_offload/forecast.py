@@ -47,7 +47,7 @@ class ComponentShare:
         if self.swapped_nbytes:
             return "swapped"
         if not self.streamed_nbytes:
-            return "on the device"
+            return "resident"
         streamed = f"{format_bytes(self.streamed_nbytes)} streamed"
         return f"{streamed},\n{self.residents} of {self.blocks} blocks stay" if self.residents else streamed
 
@@ -116,9 +116,9 @@ class OffloadForecast:
                 return mode
         raise KeyError(f"No mode {name!r}; there are {', '.join(mode.name for mode in self.modes)}.")
 
-    def tables(self) -> tuple[Table, Table]:
-        """The components, with what each mode does with them; and the modes, with what each takes."""
-        return self._component_table(), self._mode_table()
+    def tables(self) -> tuple[Table, Table, Table]:
+        """The components; what each mode does with them; what each mode takes."""
+        return self._component_table(), self._placement_table(), self._mode_table()
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain values, in bytes, seconds, bytes or operations a second; None for what isn't known."""
@@ -156,41 +156,44 @@ class OffloadForecast:
         return "".join(table._repr_html_() for table in self.tables())
 
     def _component_table(self) -> Table:
-        headers = ("component", "class", "parameters", "bytes", "blocks", *(mode.name for mode in self.modes))
         rows = [
             (
                 component.path,
                 component.class_name,
                 f"{component.parameters:,}",
-                f"{format_bytes(component.nbytes)}\n{_dtypes(component)}",
-                f"{len(component.blocks)} of\n{_sizes(component)}" if component.blocks else "",
-                *(str(mode.components.get(component.path, "")) for mode in self.modes),
+                format_bytes(component.nbytes),
+                _dtypes(component),
+                f"{len(component.blocks)} of {_sizes(component)}" if component.blocks else "none",
             )
-            for component in self.problem.components
-            if component.nbytes
+            for component in self._shown
         ]
-        return Table(self.pipeline, headers, rows, left=2, left_end=len(self.modes))
+        headers = ("component", "class", "parameters", "bytes", "dtype", "blocks that can be streamed")
+        return Table(self.pipeline, headers, rows, left=2, left_end=2)
+
+    def _placement_table(self) -> Table:
+        rows = [
+            (component.path, *(str(mode.components.get(component.path, "")) for mode in self.modes))
+            for component in self._shown
+        ]
+        headers = ("component", *(mode.name for mode in self.modes))
+        return Table("Weights, by mode", headers, rows, left_end=len(self.modes))
 
     def _mode_table(self) -> Table:
-        columns = ["mode", "device,\nat most", "while it runs", "device,\nalways", "host,\npinned", "copied\nin a call"]
-        rows = [self._memory_cells(mode) for mode in self.modes]
-        forward = "" if self._dit is None else f"forward of\n{self._dit.path}"
-        if self.knows_compute:
-            columns += [forward, "call", "bound by"]
-        else:
-            columns += [f"copies,\n{forward}", "copies,\ncall"]
-        rows = [[*row, *self._time_cells(mode)] for row, mode in zip(rows, self.modes, strict=True)]
+        columns = ["mode", "device,\nat most", "device,\nalways", "host,\npinned", "copied\nin a call"]
+        columns += ["forward", "call", "bound by"] if self.knows_compute else ["copies,\nforward", "copies,\ncall"]
+        rows = [[*self._memory_cells(mode), *self._time_cells(mode)] for mode in self.modes]
         if self.memory_budget is not None:
             columns.append("fits")
             rows = [[*row, "yes" if mode.fits else "no"] for row, mode in zip(rows, self.modes, strict=True)]
-        return Table("Predicted", columns, rows, tuple(self._notes()))
+        return Table("Predicted, by mode", columns, rows, tuple(self._notes()))
 
     def _memory_cells(self, mode: ModeForecast) -> list[str]:
         found = mode.prediction
         if found is None:
-            return [mode.name, "", "", "", "", ""]
+            return [mode.name, "", "", "", ""]
+        peak = f"{format_bytes(found.peak_nbytes)}\n{found.peak_in}"
         sizes = (found.resident_nbytes, found.host_nbytes, found.moved_nbytes)
-        return [mode.name, format_bytes(found.peak_nbytes), found.peak_in, *map(format_bytes, sizes)]
+        return [mode.name, peak, *map(format_bytes, sizes)]
 
     def _time_cells(self, mode: ModeForecast) -> list[str]:
         found, dit = mode.prediction, self._dit
@@ -200,6 +203,11 @@ class OffloadForecast:
             "" if found is None else format_seconds(found.call_seconds),
         ]
         return [*cells, "" if step is None else step.bound] if self.knows_compute else cells
+
+    @property
+    def _shown(self) -> list[ComponentCost]:
+        """Those that hold something."""
+        return [component for component in self.problem.components if component.nbytes]
 
     @property
     def _dit(self) -> ComponentCost | None:
@@ -212,6 +220,9 @@ class OffloadForecast:
             yield f"{mode.name}: {mode.call}" if mode.problem is None else f"{mode.name}: {mode.problem}"
         if self.best is not None:
             yield f"The fastest that fits: {self.best.name}"
+        yield "Below what the device holds at the most: the component that runs then"
+        if self._dit is not None:
+            yield f"Forwards are those of {self._dit.path}"
         rates = self.problem.rates
         yield f"Link: {rates.link_bytes_per_s / 1e9:.1f} GB/s, {rates.source}"
         if self.workload is not None:

@@ -10,7 +10,6 @@ import torch
 
 from diffusers_omni_offload.blueprint import build_blueprint
 from diffusers_omni_offload.checks import integer, parse_bytes
-from diffusers_omni_offload.composition import stock_class
 from diffusers_omni_offload.declarations import a_type
 from diffusers_omni_offload.forecast import OffloadForecast, forecast
 from diffusers_omni_offload.planning.costs import Problem, Rates
@@ -86,7 +85,7 @@ def plan_omni_offload(
         budget, total = platform.free_bytes(), platform.total_bytes()
         notes += (f"The budget is what is free on {platform.name} now",)
     rates = _rates(link, platform)
-    cls = stock_class(type(pipe))
+    cls = type(pipe)
     costs, stacks = survey_blocks(pipe, declarations=adapter_for(cls))
     load = workload(pipe, stacks, Request(**sizes, guidance=guidance))
     if load is None:

@@ -61,13 +61,17 @@ class Table:
 
     def __rich__(self) -> rich.console.RenderableType:
         """What rich prints."""
+        from rich import box
         from rich.console import Group
         from rich.table import Table as RichTable
         from rich.text import Text
 
         parts: list[rich.console.RenderableType] = []
         if self.headers:
-            table = RichTable(title=Text(self.title) if self.title else None, title_justify="left", title_style="bold")
+            title = Text(self.title) if self.title else None
+            table = RichTable(
+                title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
+            )
             for column, header in enumerate(self.headers):
                 justify: Literal["left", "right"] = "left" if self._is_left(column) else "right"
                 # On a narrow terminal words are broken rather than cut off.

@@ -18,6 +18,7 @@ from diffusers_omni_offload.planning.times import (
     covered,
     format_seconds,
     forward_times,
+    in_turn,
 )
 from diffusers_omni_offload.plots import plot_spans
 from diffusers_omni_offload.streaming.recording import Lane, MemorySample, Span
@@ -62,7 +63,7 @@ class Trace:
 
     def _fill(self, spans: Sequence[Span], memory: Sequence[MemorySample]) -> None:
         """The recording has ended."""
-        self.spans = tuple(sorted(spans, key=lambda span: (span.begin, -span.end)))
+        self.spans = tuple(sorted(in_turn(spans), key=lambda span: (span.begin, -span.end)))
         self.memory = tuple(sorted(memory, key=lambda sample: sample.at))
         self.components = tuple(dict.fromkeys(span.name for span in self.spans if span.lane == "component"))
         self._forwards = tuple(forward_times(self.spans, self.components))

@@ -143,9 +143,9 @@ def test_as_json() -> None:
 def test_as_text_html_and_rich() -> None:
     forecast = of_wan(memory_budget="16GiB")
     text, html = str(forecast), forecast._repr_html_()
-    for word in ("WanPipeline", "14,288,491,584", "26.2 GiB streamed", "swapped", "on the device", "Predicted"):
+    for word in ("WanPipeline", "14,288,491,584", "26.2 GiB streamed", "swapped", "resident", "Predicted"):
         assert word in text and word in html
-    assert html.count("<table") == 2 and "color:inherit" in html
+    assert html.count("<table") == 3 and "color:inherit" in html
     rich = pytest.importorskip("rich.console")
     console = rich.Console(width=220, record=True, file=io.StringIO())
     console.print(forecast)

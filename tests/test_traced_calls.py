@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -105,5 +106,7 @@ def test_what_is_gathered_is_in_the_trace_of_each_rank() -> None:
             # What is gathered is there when the block computes.
             first = next(span for span in trace.spans if span.name == block.path and span.lane == "compute")
             assert gather.end <= first.begin + 1e-9 and copy.end < gather.end
+        gathers = [span for span in trace.spans if span.lane == "gather"]
+        assert all(before.end <= after.begin + 1e-9 for before, after in pairwise(gathers))
         assert trace.busy["gather"] > 0 and "Gathered from ranks" in str(trace.summary())
         assert trace.moved_nbytes < trace.gathered_nbytes

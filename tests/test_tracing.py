@@ -73,6 +73,21 @@ def test_a_block_that_is_copied_and_gathered_is_loaded_once() -> None:
     )
 
 
+def test_gathers_take_turns() -> None:
+    trace = Trace("cuda:0")
+    spans = [
+        Span("gather", "dit.0", 0.0, 3.0, 8),
+        Span("gather", "dit.1", 1.0, 5.0, 8),
+        Span("gather", "dit.2", 7.0, 8.0, 8),
+    ]
+    trace._fill([*spans[::-1], Span("copy", "dit.1", 1.0, 2.0, 4)], [])
+    assert [(span.begin, span.end) for span in trace.spans if span.lane == "gather"] == [
+        (0.0, 3.0),
+        (3.0, 5.0),
+        (7.0, 8.0),
+    ]
+
+
 def test_times_in_a_forward_count_what_reaches_into_it() -> None:
     random = Random(0)
     begins = [random.uniform(0, 100) for _ in range(300)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf
 from statistics import median
@@ -73,6 +73,15 @@ class BlockTimes:
     loads: int
     copy_seconds: float
     nbytes: int
+
+
+def in_turn(spans: Iterable[Span]) -> Iterator[Span]:
+    """The same spans, less what a gather has waited for the one before it: it is issued when its copy is."""
+    until = -inf
+    for span in sorted(spans, key=lambda span: span.end):
+        if span.lane == "gather":
+            span, until = replace(span, begin=max(span.begin, min(until, span.end))), span.end
+        yield span
 
 
 def forward_times(spans: Sequence[Span], components: Collection[str]) -> Iterator[ForwardTimes]:
