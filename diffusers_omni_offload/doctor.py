@@ -20,10 +20,11 @@ import torch
 from huggingface_hub.constants import HF_HUB_CACHE
 from packaging.requirements import Requirement
 
+from diffusers_omni_offload.host import host_memory
 from diffusers_omni_offload.measuring import measure_link
 from diffusers_omni_offload.messages import format_bytes
 from diffusers_omni_offload.planning.costs import Rates
-from diffusers_omni_offload.platform import Platform, host_memory, on_device, platform_for, resolve_device
+from diffusers_omni_offload.platform import Platform, on_device, platform_for, resolve_device
 from diffusers_omni_offload.tables import Table
 from diffusers_omni_offload.weights.pinning import HostBuffer, PinnedBudget
 

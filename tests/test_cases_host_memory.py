@@ -17,7 +17,8 @@ from diffusers import WanTransformer3DModel
 from torch import nn
 
 from diffusers_omni_offload import load_omni_pipeline
-from diffusers_omni_offload.platform import HostMemory, Platform
+from diffusers_omni_offload.host import HostMemory
+from diffusers_omni_offload.platform import Platform
 from diffusers_omni_offload.streaming import staging
 from diffusers_omni_offload.weights import pinning
 from tests import distributed_cases as cases

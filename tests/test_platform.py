@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import diffusers_omni_offload
-from diffusers_omni_offload import platform as platform_module
+from diffusers_omni_offload import host as host_module
 from diffusers_omni_offload.backends import LayerwiseBackend, get_offload_backend
 from diffusers_omni_offload.config import OffloadConfig
 from diffusers_omni_offload.platform import (
@@ -198,7 +198,7 @@ def test_on_device_makes_it_current_and_goes_back(device: torch.device, sim: Mod
 
 
 def fake_files(monkeypatch: pytest.MonkeyPatch, values: dict[str, int]) -> None:
-    monkeypatch.setattr(platform_module, "_read_int", lambda path: values.get(str(path)))
+    monkeypatch.setattr(host_module, "_read_int", lambda path: values.get(str(path)))
 
 
 def test_host_memory_without_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,9 +231,9 @@ def test_a_container_s_limit_counts(monkeypatch: pytest.MonkeyPatch, version: in
 def test_unreadable_limits_are_no_limits(tmp_path: Path) -> None:
     (tmp_path / "max").write_text("max\n")
     (tmp_path / "number").write_text("123\n")
-    assert platform_module._read_int(tmp_path / "max") is None
-    assert platform_module._read_int(tmp_path / "absent") is None
-    assert platform_module._read_int(tmp_path / "number") == 123
+    assert host_module._read_int(tmp_path / "max") is None
+    assert host_module._read_int(tmp_path / "absent") is None
+    assert host_module._read_int(tmp_path / "number") == 123
 
 
 # Pipelines on devices

@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 import diffusers_omni_offload  # noqa: F401  (adds the methods to pipelines)
-from diffusers_omni_offload.platform import CpuPlatform, Platform, host_memory
+from diffusers_omni_offload.host import host_memory
+from diffusers_omni_offload.platform import CpuPlatform, Platform
 from diffusers_omni_offload.weights.leaves import (
     ALIGNMENT,
     Layout,

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from diffusers_omni_offload.backends.sharing import shared_leaves
+from diffusers_omni_offload.host import return_freed_host_memory
 from diffusers_omni_offload.messages import format_bytes
-from diffusers_omni_offload.platform import return_freed_host_memory
 from diffusers_omni_offload.progress import SILENT, Bar, progress
 from diffusers_omni_offload.topology.plan import ResolvedPlan
 from diffusers_omni_offload.weights.bitsandbytes import put_in_order

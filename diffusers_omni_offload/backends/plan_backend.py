@@ -28,8 +28,9 @@ from diffusers_omni_offload.backends.remarks import first_call_summary, warn_of_
 from diffusers_omni_offload.backends.residency import Residency, tell_of_move
 from diffusers_omni_offload.backends.transports import blocks_by_ceiling, local_transports
 from diffusers_omni_offload.config import OffloadConfig
+from diffusers_omni_offload.host import return_freed_host_memory
 from diffusers_omni_offload.messages import format_bytes, logger
-from diffusers_omni_offload.platform import on_device, platform_for, return_freed_host_memory
+from diffusers_omni_offload.platform import on_device, platform_for
 from diffusers_omni_offload.registry import adapter_for
 from diffusers_omni_offload.streaming.recorder import waited_share
 from diffusers_omni_offload.streaming.runner import BlockRunner

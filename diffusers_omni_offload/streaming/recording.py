@@ -20,8 +20,8 @@ class Span:
         begin: seconds since the recording began, on the device's clock.
         end: likewise.
         nbytes: bytes that a copy or gather moved to this device; 0 for others.
-        forward: number of the component's forward that it belongs to, from 0 on; copies belong to the one in which
-            they were issued. -1 outside of any.
+        forward: number of the outermost component's forward that it belongs to, counting all components' from 0 on;
+            copies belong to the one in which they were issued. -1 before the first.
     """
 
     lane: Lane

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from diffusers_omni_offload.platform import Platform, return_freed_host_memory
+from diffusers_omni_offload.host import return_freed_host_memory
+from diffusers_omni_offload.platform import Platform
 from diffusers_omni_offload.progress import SILENT, Bar
 from diffusers_omni_offload.weights.leaves import Layout, Leaf, Placement, plainly, require_plain
 from diffusers_omni_offload.weights.master import Master, view_in_mode

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from diffusers_omni_offload.platform import Platform, host_memory
+from diffusers_omni_offload.host import host_memory
+from diffusers_omni_offload.platform import Platform
 from diffusers_omni_offload.progress import SILENT, Bar
 
 #: Share of host memory that is never page-locked: the system, the page cache and the Python heap live there.
