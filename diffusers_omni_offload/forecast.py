@@ -84,8 +84,8 @@ class OffloadForecast:
         memory_budget: device bytes that may be taken; None if that isn't known.
         host_memory_budget: host bytes that offloaded weights may take; None for no limit.
         workload: what a call does; None for a family whose operations aren't known.
-        operations_per_s: the device's rate that times of computing follow from; None if it isn't known: then times are
-            those of the copies alone.
+        operations_per_s: the device's rate that times of computing follow from; None if it isn't known: then they were
+            measured, or times are those of the copies alone.
         notes: what else the reader should know.
     """
 
@@ -227,17 +227,24 @@ class OffloadForecast:
         yield f"Link: {rates.link_bytes_per_s / 1e9:.1f} GB/s, {rates.source}"
         if self.workload is not None:
             yield f"A call: {self.workload}"
-        if self.knows_compute and self.operations_per_s:
-            yield (f"Compute: {self.operations_per_s / 1e12:.0f} TFLOPS, given; what VAEs compute isn't counted")
+        if self.knows_compute and not self.operations_per_s:
+            yield "Compute and activations: measured on this machine in an earlier call"
+        else:
+            yield from self._assumptions()
+        if self.memory_budget is not None:
+            yield f"Device memory: {format_bytes(self.memory_budget)} may be taken"
+        yield from self.notes
+
+    def _assumptions(self) -> Iterator[str]:
+        if self.knows_compute:
+            assert self.operations_per_s is not None
+            yield f"Compute: {self.operations_per_s / 1e12:.0f} TFLOPS, given; what VAEs compute isn't counted"
         else:
             yield "Compute isn't known, so the times are those of the copies alone"
         if any(component.activation_nbytes for component in self.problem.components):
             yield "Activations are estimated from the resolution"
         else:
             yield "Activations come on top: how many bytes they take isn't known"
-        if self.memory_budget is not None:
-            yield f"Device memory: {format_bytes(self.memory_budget)} may be taken"
-        yield from self.notes
 
     def _mode_dict(self, mode: ModeForecast) -> dict[str, Any]:
         found, dit = mode.prediction, self._dit

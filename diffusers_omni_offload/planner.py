@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ from diffusers_omni_offload.blueprint import build_blueprint
 from diffusers_omni_offload.checks import integer, parse_bytes
 from diffusers_omni_offload.declarations import a_type
 from diffusers_omni_offload.forecast import OffloadForecast, forecast
-from diffusers_omni_offload.planning.costs import Problem, Rates
+from diffusers_omni_offload.planning.costs import ComponentCost, Problem, Rates
+from diffusers_omni_offload.planning.measured import Measured, with_measured
 from diffusers_omni_offload.planning.survey import survey_blocks
 from diffusers_omni_offload.planning.workload import Request, default_of, with_workload, workload
 from diffusers_omni_offload.platform import Platform, platform_for, resolve_device
-from diffusers_omni_offload.profile import Profile, default_path
+from diffusers_omni_offload.profile import Profile, default_path, pipeline_key
 from diffusers_omni_offload.registry import adapter_for
 
 _ASSUMED_LINK = Rates(16e9)
@@ -55,7 +57,8 @@ def plan_omni_offload(
         link_gb_per_s: the rate of copies from page-locked host memory, in GB (1e9 bytes) a second; None takes what
             was measured on this machine before (by the mode "auto"), or else assumes 16.
         tflops: what the device computes in matrix products, in 1e12 operations a second, at the rate that it reaches in
-            practice; None leaves computing out of the times.
+            practice; None takes what was measured of this pipeline on this machine before, or else leaves computing out
+            of the times.
         height: of the output, in pixels; None is the pipeline's default, as it is for the next ones.
         width: of the output, in pixels.
         num_frames: of the output.
@@ -88,6 +91,7 @@ def plan_omni_offload(
     cls = type(pipe)
     costs, stacks = survey_blocks(pipe, declarations=adapter_for(cls))
     load = workload(pipe, stacks, Request(**sizes, guidance=guidance))
+    measured = None if platform is None or tflops is not None else _measured(platform, costs, sizes)
     if load is None:
         steps = num_inference_steps or default_of(pipe, "num_inference_steps", 1)
         costs = tuple(replace(cost, forwards=steps) if cost.role == "dit" else cost for cost in costs)
@@ -96,6 +100,8 @@ def plan_omni_offload(
     else:
         costs = with_workload(costs, load, operations)
     problem = Problem(costs, rates, _UNLIMITED if budget is None else budget, host, total)
+    if measured is not None:
+        problem = replace(with_measured(problem, measured, calls=1), rates=rates)
     return forecast(
         cls.__name__, problem, memory_budget=budget, workload=load, operations_per_s=operations, notes=notes
     )
@@ -118,6 +124,12 @@ def _platform(device: torch.device | str | int | None) -> Platform | None:
         return None
     platform = platform_for(resolve_device(device))
     return platform if platform.is_asynchronous else None
+
+
+def _measured(platform: Platform, costs: tuple[ComponentCost, ...], sizes: Mapping[str, int | None]) -> Measured | None:
+    """What the mode "auto" measured of this pipeline, in a call of the same sizes."""
+    given = {name: value for name, value in sizes.items() if value is not None}
+    return Profile(default_path()).measured(pipeline_key(platform.name, costs, given))
 
 
 def _rates(link: float | None, platform: Platform | None) -> Rates:

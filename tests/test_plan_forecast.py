@@ -175,6 +175,23 @@ def test_the_link_is_the_one_that_was_measured_before(
     assert plan_omni_offload(pipe, device="cpu").problem.rates.source == "assumed"
 
 
+def test_what_was_measured_of_a_pipeline_counts(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(PROFILE_VARIABLE, str(tmp_path / "profile.json"))
+    pipe, call = tiny.build_wan()
+    enable_omni_offload(pipe, "auto", memory_budget="600KiB")
+    tiny.run(pipe, call)
+    disable_omni_offload(pipe)
+    forecast = plan_omni_offload(pipe, memory_budget="600KiB")
+    assert forecast.knows_compute and forecast.problem.rates.source == "profile"
+    assert "Compute and activations: measured on this machine in an earlier call" in str(forecast)
+    assert forecast.problem.component("transformer").activation_nbytes > 0
+    assert not plan_omni_offload(pipe, height=64, memory_budget="600KiB").knows_compute
+    given = plan_omni_offload(pipe, tflops=1, memory_budget="600KiB")
+    assert given.operations_per_s == 1e12 and "measured on this machine" not in str(given)
+
+
 def test_the_budget_is_what_is_free_on_the_device(device: torch.device, sim: Any) -> None:
     sim.configure(capacity_bytes=1 << 20)
     forecast = plan_omni_offload(tiny.build_wan()[0], device=device)
