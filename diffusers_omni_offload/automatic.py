@@ -22,7 +22,7 @@ from diffusers_omni_offload.planning.costs import ComponentCost, Problem
 from diffusers_omni_offload.planning.measured import Measured, measure, with_measured
 from diffusers_omni_offload.planning.predicting import predict
 from diffusers_omni_offload.planning.search import DoesNotFit, choose
-from diffusers_omni_offload.planning.survey import survey, survey_blocks
+from diffusers_omni_offload.planning.survey import survey_blocks
 from diffusers_omni_offload.planning.times import format_seconds
 from diffusers_omni_offload.planning.workload import Request as Call
 from diffusers_omni_offload.planning.workload import with_workload, workload
@@ -145,10 +145,9 @@ class Automatic:
             profile.keep_rates(platform.name, rates)
         free = platform.free_bytes() + spare + _nbytes_on(pipe, device)
         budget = int(free * (1 - _MARGIN)) if request.memory_budget is None else min(request.memory_budget, free)
-        costs = survey(pipe, declarations=declarations)
+        costs, stacks = survey_blocks(pipe, declarations=declarations)
         components = _assumed(costs, request, budget)
         if {"height", "width", "num_frames"} & set(request.workload) and not request.activation_memory:
-            _, stacks = survey_blocks(pipe, declarations=declarations)
             found = workload(pipe, stacks, request.call)
             components = components if found is None else with_workload(components, found, None)
         problem = Problem(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from inspect import Signature
 from typing import Any
 
@@ -12,11 +11,10 @@ import torch
 from torch import nn
 
 from diffusers_omni_offload.backends import preflight
+from diffusers_omni_offload.backends.attaching import Attaching
 from diffusers_omni_offload.backends.base import Counters, OffloadBackend
-from diffusers_omni_offload.backends.compiling import component_rules
 from diffusers_omni_offload.backends.component_runner import ComponentRunner
 from diffusers_omni_offload.backends.components import ManagedComponents
-from diffusers_omni_offload.backends.entry_points import EntryPoints
 from diffusers_omni_offload.backends.hooked_blocks import HookedBlocks
 from diffusers_omni_offload.backends.making import LocalMaking
 from diffusers_omni_offload.backends.masters import Making, Masters, units_of
@@ -36,10 +34,10 @@ from diffusers_omni_offload.streaming.recorder import waited_share
 from diffusers_omni_offload.streaming.runner import BlockRunner
 from diffusers_omni_offload.streaming.scope import CallScope
 from diffusers_omni_offload.streaming.shared import SharedLeaves
-from diffusers_omni_offload.streaming.stages import OnDemandStage, PackedStage, Stage, Stages
+from diffusers_omni_offload.streaming.stages import Stages
 from diffusers_omni_offload.streaming.streamer import Streamer
 from diffusers_omni_offload.streaming.transport import Transport
-from diffusers_omni_offload.topology.plan import ResolvedComponent, ResolvedPlan
+from diffusers_omni_offload.topology.plan import ResolvedPlan
 from diffusers_omni_offload.topology.resolver import resolve_offload_plan
 from diffusers_omni_offload.weights.derived import restore_derived
 from diffusers_omni_offload.weights.leaves import find_leaves, is_plain, move_tensors
@@ -217,53 +215,9 @@ class PlanBackend(OffloadBackend):
             self.shared = self.runner.shared = SharedLeaves(self.masters.shared, self.streamer)
             self.shared.require_slot()
         self.blocks.install(plan, BlockRunner(self.streamer, self.scope, self.shared, self.lora.unmerged), undo)
-        self._attach_components(plan, components, undo)
+        Attaching(self, plan).attach(components, undo)
         for stage in self.stages:
             stage.settle(undo)
-
-    def _attach_components(self, plan: ResolvedPlan, components: list[ResolvedComponent], undo: ExitStack) -> None:
-        for component in components:
-            stage: Stage | None = None
-            group = plan.group(component)
-            if component.path in plan.on_demand:
-                stage = OnDemandStage(component.path, group, component.module, self.device)
-            elif component.path in plan.swapped:
-                master = self.masters.of(component.module)
-                assert master is not None
-                stage = PackedStage(component.path, group, component.module, master, self.streamer)
-            self._attach(plan, component, stage, undo)
-        ours = {component.module for component in components}
-        for path in plan.on_demand:
-            if plan.module(path) not in ours:
-                part = ResolvedComponent(path, plan.module(path), "resident")
-                self.runner.add(path, part.role, is_still=False)
-                self._attach(plan, part, OnDemandStage(path, part.role, part.module, self.device), undo)
-
-    def _attach(self, plan: ResolvedPlan, component: ResolvedComponent, stage: Stage | None, undo: ExitStack) -> None:
-        module, path = component.module, component.path
-        entries, moves_itself = None, stage is not None and stage.moves_itself
-        before = self.runner.spare_memory if component.role == "vae" else None
-        if stage is not None:
-            self.stages.add(module, stage)
-            before = partial(self.runner.announce, stage)
-        if stage is not None or self._needs_entries(plan, module):
-            entries = EntryPoints(
-                module,
-                path,
-                self.device,
-                plan.entry_points.get(path, ()),
-                run=partial(self.runner.run, path),
-                is_inside=partial(self.runner.is_inside, path),
-            )
-        rules = component_rules(plan, component)
-        self.components.attach(path, module, undo, before, entries, rules, moves_itself=moves_itself)
-
-    def _needs_entries(self, plan: ResolvedPlan, module: nn.Module) -> bool:
-        """Whether a component that isn't swapped has to know of every way into it: it makes room for itself, or holds
-        leaves that others hold as well."""
-        moving = [plan.module(path) for path in (*plan.swapped, *plan.on_demand)]
-        is_still = set(moving).isdisjoint(module.modules())
-        return is_still and (self.shared is not None or bool(moving))
 
     # ------------------------------------------------------------------ components
 
