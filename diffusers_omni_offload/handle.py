@@ -185,7 +185,9 @@ class OffloadHandle:
             blocks = {
                 stack.component: [stack.path(index) for index in range(len(stack.blocks))] for stack in self.plan.stacks
             }
-            measured = measure(recorder.spans(), blocks, peak_nbytes=recorder.peak_nbytes)
+            measured = measure(
+                recorder.spans(), blocks, peak_nbytes=recorder.peak_nbytes, since=recorder.steady_from
+            )
         if self.automatic is not None:
             problem, prediction = self.automatic.problem, self.automatic.prediction
         else:

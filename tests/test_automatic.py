@@ -17,6 +17,7 @@ from diffusers.hooks import FirstBlockCacheConfig
 
 import diffusers_omni_offload
 from diffusers_omni_offload import DoesNotFit
+from diffusers_omni_offload.backends import records
 from diffusers_omni_offload.profile import PROFILE_VARIABLE
 from tests import tiny
 from tests.benchmarks.stacks import StackPipeline, build
@@ -105,6 +106,19 @@ def test_the_device_holds_what_was_predicted_and_no_more_than_the_budget(slow_li
     pipe(steps=STEPS)
     peak = torch.accelerator.max_memory_allocated()
     assert peak == pytest.approx(handle.automatic.prediction.peak_nbytes, rel=0.02) and peak <= BUDGET
+
+
+def test_a_call_that_is_longer_than_the_recording_is_measured_by_what_was_recorded(
+    slow_link: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "_ENOUGH", 4 * 12)
+    pipe = stack()
+    handle = pipe.enable_omni_offload("auto", memory_budget=BUDGET)
+    pipe(steps=14)
+    assert residents(handle) == [6] and handle.config.slots == 2
+    (found,) = handle.report().components
+    assert found.forwards == 14 and found.bound == "transfer"
+    assert found.seconds == pytest.approx(found.predicted_seconds, rel=0.05)
 
 
 def test_three_lines_say_what_was_chosen_and_the_last_one_does_the_same_by_hand(slow_link: torch.device) -> None:

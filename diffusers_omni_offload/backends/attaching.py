@@ -7,8 +7,6 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
-from torch import nn
-
 from diffusers_omni_offload.backends.compiling import component_rules
 from diffusers_omni_offload.backends.entry_points import EntryPoints
 from diffusers_omni_offload.streaming.stages import OnDemandStage, PackedStage, Stage
@@ -57,7 +55,7 @@ class Attaching:
         if stage is not None:
             backend.stages.add(module, stage)
             before = partial(backend.runner.announce, stage)
-        if stage is not None or self._needs_entries(module):
+        if stage is not None or self._needs_entries(component):
             entries = EntryPoints(
                 module,
                 path,
@@ -69,9 +67,10 @@ class Attaching:
         rules = component_rules(plan, component)
         backend.components.attach(path, module, undo, before, entries, rules, moves_itself=moves_itself)
 
-    def _needs_entries(self, module: nn.Module) -> bool:
-        """Whether a component that isn't swapped has to know of every way into it: it makes room for itself, or holds
-        leaves that others hold as well."""
+    def _needs_entries(self, component: ResolvedComponent) -> bool:
+        """Whether a component that isn't swapped has to know of every way into it: it makes room for itself, holds
+        leaves that others hold as well, or is a VAE, whose work nobody would see otherwise: it is entered by `encode`
+        and `decode`."""
         moving = [self._plan.module(path) for path in (*self._plan.swapped, *self._plan.on_demand)]
-        is_still = set(moving).isdisjoint(module.modules())
-        return is_still and (self._backend.shared is not None or bool(moving))
+        is_still = set(moving).isdisjoint(component.module.modules())
+        return is_still and (self._backend.shared is not None or bool(moving) or component.role == "vae")

@@ -67,6 +67,7 @@ def measure(
     activations: Mapping[str, int] | None = None,
     peak_nbytes: int = 0,
     copy_latency_s: float = 1e-5,
+    since: int = 0,
 ) -> Measured:
     """The figures that a recording holds.
 
@@ -77,6 +78,7 @@ def measure(
         activations: path of a component -> device bytes beside weights at the most, if known.
         peak_nbytes: device bytes at the most, if known.
         copy_latency_s: what a copy needs besides the time of its bytes.
+        since: number of the first forward whose times count, where there are any: since then nothing was changed.
     """
     blocks = blocks or {}
     owners = {path: component for component, paths in blocks.items() for path in paths}
@@ -87,7 +89,7 @@ def measure(
         if component is not None:
             grouped.setdefault(component, []).append(span)
     components = {
-        component: _measure_component(mine, blocks.get(component, ()), (activations or {}).get(component, 0))
+        component: _measure_component(mine, blocks.get(component, ()), (activations or {}).get(component, 0), since)
         for component, mine in grouped.items()
         if any(span.lane in ("component", "compute") for span in mine)
     }
@@ -142,12 +144,20 @@ def with_measured(problem: Problem, measured: Measured, *, calls: int = 0) -> Pr
     return replace(problem, components=components, rates=rates)
 
 
-def _measure_component(spans: Sequence[Span], blocks: Sequence[str], activation_nbytes: int) -> MeasuredComponent:
+def _measure_component(
+    spans: Sequence[Span], blocks: Sequence[str], activation_nbytes: int, since: int
+) -> MeasuredComponent:
     forwards: dict[int, list[Span]] = {}
     for span in spans:
         if span.lane in ("component", "compute", "wait"):
             forwards.setdefault(span.forward, []).append(span)
-    steady = [_Forward.of(forwards[number], blocks) for number in sorted(forwards)][1 if len(forwards) > 1 else 0 :]
+    numbers = sorted(forwards)
+    timed = [at for at in numbers if any(span.lane == "compute" for span in forwards[at])]
+    if blocks and timed:
+        # A recording that had enough blocks goes on with whole forwards, which say nothing of blocks and waits.
+        numbers = [at for at in numbers if at <= timed[-1]]
+    numbers = [at for at in numbers if at >= since] or numbers
+    steady = [_Forward.of(forwards[number], blocks) for number in numbers][1 if len(numbers) > 1 else 0 :]
     loads = [span for span in spans if span.lane in ("copy", "gather")]
     return MeasuredComponent(
         forwards=len(forwards),

@@ -39,12 +39,14 @@ class Recorder:
 
     Attributes:
         forward: number of the outermost component's forward that runs, or ran last; -1 before the first.
+        steady_from: number of the first forward since residents or slots were last changed.
     """
 
     def __init__(self, platform: Platform, most_blocks: int | None = None, held: Callable[[], int] = lambda: 0) -> None:
         self._platform, self._held = platform, held
         self._most_blocks = most_blocks
         self.forward = -1
+        self.steady_from = 0
         self._depth = 0
         self._blocks = 0
         self._events: deque[Event] = deque()
