@@ -142,7 +142,9 @@ def test_vllm_omni_5799_every_option_of_the_readme_is_accepted() -> None:
     for arguments in re.findall(r"enable_omni_offload\(([^()]*)\)", readme):
         named.update(re.findall(r"\b(\w+)=", arguments))
     assert named and named <= accepted
-    for mode in re.findall(r"enable_omni_offload\(\"(\w+)\"", readme):
+    modes = set(re.findall(r"enable_omni_offload\(\"(\w+)\"", readme))
+    assert "auto" in modes, "which is no configuration, but chooses one"
+    for mode in modes - {"auto"}:
         OffloadConfig.from_options(mode)
 
 

@@ -39,9 +39,10 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
 
-def test_the_readme_shows_the_script_and_how_to_start_it() -> None:
-    body = SCRIPT.read_text().rpartition('"""\n')[2]
-    assert f"```py\n{body.strip()}\n```" in README
+def test_the_readme_shows_the_lines_of_the_script_and_how_to_start_it() -> None:
+    lines = SCRIPT.read_text().splitlines()
+    (shown,) = [code for code in re.findall(r"^```py\n(.*?)^```", README, re.DOTALL | re.M) if "spread_prompts" in code]
+    assert len(shown.splitlines()) == 2 and all(line in lines for line in shown.splitlines()), shown
     assert [command.split()[0] for command in commands()] == ["torchrun", "accelerate"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import inspect
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -29,13 +30,17 @@ from diffusers_omni_offload import (
 )
 from diffusers_omni_offload.demo import __main__ as demo
 from diffusers_omni_offload.demo import pick_device
-from diffusers_omni_offload.registry import _third_party
 from diffusers_omni_offload.weights.packed import PackedMaster
 from tests import tiny
+from tests.benchmarks import cards
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
-SNIPPETS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+DOCUMENTS = {path: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+PUBLISHED = ROOT / "tests" / "data" / "published"
+PHASES = re.search(r"## Models that run in phases\n.*?\n## ", (ROOT / "adapters" / "README.md").read_text(), re.DOTALL)
+assert PHASES is not None
+SNIPPETS = re.findall(r"```python\n(.*?)```", README + PHASES[0], flags=re.DOTALL)
 
 
 class PromptOnly:
@@ -43,6 +48,10 @@ class PromptOnly:
 
     def __init__(self, pipe: Any, call: Any) -> None:
         self.pipe, self.call = pipe, call
+
+    @property
+    def omni_offload(self) -> OffloadHandle:
+        return self.pipe.omni_offload
 
     def __call__(self, prompt: str) -> Any:
         return self.pipe(**{**self.call(), "prompt": prompt})
@@ -54,21 +63,24 @@ class PromptOnly:
 
 
 @pytest.fixture
-def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+def names(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Iterator[dict[str, Any]]:
     """What the snippets define, run one after the other."""
 
     def tiny_checkpoint(name: str, **arguments: Any) -> PromptOnly:
         return PromptOnly(*tiny.build_wan())
 
     monkeypatch.setattr(WanPipeline, "from_pretrained", tiny_checkpoint)
+    monkeypatch.setenv("DIFFUSERS_OMNI_OFFLOAD_PROFILE", "")
+    monkeypatch.chdir(tmp_path)  # where the published configurations lie under the name that the model has on the Hub
+    (tmp_path / "Wan-AI").mkdir()
+    (tmp_path / "Wan-AI" / "Wan2.2-T2V-A14B-Diffusers").symlink_to(PUBLISHED / "Wan2.2-T2V-A14B-Diffusers")
     found: dict[str, Any] = {"__name__": "readme"}
     monkeypatch.setitem(sys.modules, "readme", ModuleType("readme"))  # where diffusers looks a pipeline's class up
-    try:
-        for snippet in SNIPPETS:
-            exec(compile(snippet, "README.md", "exec"), found)
-        yield found
-    finally:
-        _third_party.pop("TheirPipeline", None)
+    for snippet in SNIPPETS:
+        exec(compile(snippet, "README.md", "exec"), found)
+    yield {**found, "printed": capsys.readouterr().out}
 
 
 def test_the_snippets_run_one_after_the_other(names: dict[str, Any]) -> None:
@@ -76,6 +88,17 @@ def test_the_snippets_run_one_after_the_other(names: dict[str, Any]) -> None:
     assert np.array_equal(names["video"], PromptOnly(pipe, call)("a cat walks on the grass").frames[0])
     assert all(len(stack.resident) == 2 for stack in names["handle"].plan.stacks)
     assert names["MyPipeline"]._offload_plan.block_attrs["transformer"] == ("blocks",)
+    assert json.loads(Path("trace.json").read_text())["traceEvents"]
+
+
+def test_what_the_snippets_print(names: dict[str, Any]) -> None:
+    assert "14,288,491,584" in names["printed"] and "auto: pipe.enable_omni_offload(" in names["printed"], "the plan"
+    assert "Offload on " in names["printed"] and "By hand:" in names["printed"], "the report"
+
+
+@pytest.mark.slow
+def test_the_table_of_cards_is_what_the_plan_says() -> None:
+    assert cards.written() == cards.table(), "write it anew with python -m tests.benchmarks.cards"
 
 
 def test_keywords_of_calls_exist() -> None:
@@ -298,8 +321,9 @@ def test_the_figures_of_a_call_are_those_of_the_bench() -> None:
 
 
 def test_links_and_commands_exist() -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
-        assert target.startswith("https://") or (ROOT / target).exists(), target
+    for path, text in DOCUMENTS.items():
+        for target in re.findall(r"\]\(([^)#]+)\)", text):
+            assert target.startswith("https://") or (path.parent / target).exists(), target
     makefile = (ROOT / "Makefile").read_text()
     text = README + (ROOT / "CONTRIBUTING.md").read_text()
     for target in re.findall(r"(?:^|`)make ([a-z][\w-]*)", text, flags=re.MULTILINE):

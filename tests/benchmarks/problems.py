@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -325,7 +325,7 @@ def carry_out(case: Case, choice: Choice, *, steps: int | None = None, is_timed:
         call_seconds = (simdevice.stats()["host_ns"] - begin) / 1e9
         peak = pipe.peak_nbytes - base
         blocks = {path: [_mean_seconds(block) for block in getattr(pipe, path).blocks] for path in pipe.ends}
-        steady = {path: _steady(ends) for path, ends in pipe.ends.items() if len(ends) > 1}
+        steady = steady_steps(pipe)
         moved = pipe.omni_offload.bytes_moved - moved if arguments else 0
         return Outcome(steady, blocks, call_seconds, peak, moved)
     finally:
@@ -334,10 +334,14 @@ def carry_out(case: Case, choice: Choice, *, steps: int | None = None, is_timed:
             diffusers_omni_offload.disable_omni_offload(pipe)
 
 
-def _steady(ends: Sequence[float]) -> float:
-    """Seconds of a forward without the first third of them."""
-    first = len(ends) // 3
-    return (ends[-1] - ends[first]) / (len(ends) - 1 - first)
+def steady_steps(pipe: CasePipeline) -> dict[str, float]:
+    """Path of a DiT -> seconds of a forward in the last call, without the first third of them."""
+    found = {}
+    for path, ends in pipe.ends.items():
+        first = len(ends) // 3
+        if len(ends) > 1:
+            found[path] = (ends[-1] - ends[first]) / (len(ends) - 1 - first)
+    return found
 
 
 def _mean_seconds(block: WorkModule) -> float:
