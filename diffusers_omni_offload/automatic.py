@@ -13,14 +13,18 @@ import torch
 from diffusers_omni_offload.backends import PlanBackend
 from diffusers_omni_offload.backends.keeping import Keeping
 from diffusers_omni_offload.checks import integer, parse_bytes
+from diffusers_omni_offload.composition import stock_class
 from diffusers_omni_offload.config import OffloadConfig
+from diffusers_omni_offload.expectations import other_arguments
 from diffusers_omni_offload.handle import OffloadHandle
 from diffusers_omni_offload.measuring import measure_link
 from diffusers_omni_offload.messages import format_bytes, logger
 from diffusers_omni_offload.parallel import cache_of
-from diffusers_omni_offload.planning.costs import ComponentCost, Problem
+from diffusers_omni_offload.planning.assumptions import alike, assumed, resized
+from diffusers_omni_offload.planning.costs import Problem
 from diffusers_omni_offload.planning.measured import Measured, measure, with_measured
 from diffusers_omni_offload.planning.predicting import predict
+from diffusers_omni_offload.planning.prediction import Prediction
 from diffusers_omni_offload.planning.search import DoesNotFit, choose
 from diffusers_omni_offload.planning.survey import survey_blocks
 from diffusers_omni_offload.planning.times import format_seconds
@@ -28,16 +32,13 @@ from diffusers_omni_offload.planning.workload import Request as Call
 from diffusers_omni_offload.planning.workload import with_workload, workload
 from diffusers_omni_offload.platform import Platform, platform_for
 from diffusers_omni_offload.profile import Profile, default_path, pipeline_key
+from diffusers_omni_offload.registry import adapter_for
 from diffusers_omni_offload.siblings import users
 from diffusers_omni_offload.topology.discovery import iterate_modules
 from diffusers_omni_offload.weights.leaves import find_leaves
 
 #: Of the free memory, what is left alone if there is no budget: allocators lose some between allocations.
 _MARGIN = 0.05
-#: Until it is measured: the share of the budget that activations take, by the role of what runs.
-_ACTIVATIONS = {"dit": 0.2, "resident": 0.05, "vae": 0.2, "encoder": 0.05}
-#: Forwards of the DiT in a call, if nobody says.
-_FORWARDS = 30
 #: A choice that is faster by less than this isn't worth a change.
 _WORTH_IT = 0.01
 #: The forward of a DiT that is measured: in the first one libraries are loaded and kernels chosen.
@@ -115,9 +116,10 @@ class Automatic:
         self._platform, self._profile, self._key = platform, profile, key
         self.prediction = choose(problem)
         if not (is_measured or request.activation_memory or self._has_plenty()):
-            self.prediction = predict(problem, replace(self.prediction.choice, residents={}, slots=2))
+            self.prediction = self._with_the_fewest()
         # The backend has this, and mustn't be kept by a handle that has it, too.
         self._backend: Callable[[], PlanBackend | None] = lambda: None
+        self._pipe: Callable[[], Any] = lambda: None
         self._forwards: Counter[str] = Counter()
         self._is_settled = False
 
@@ -146,7 +148,7 @@ class Automatic:
         free = platform.free_bytes() + spare + _nbytes_on(pipe, device)
         budget = int(free * (1 - _MARGIN)) if request.memory_budget is None else min(request.memory_budget, free)
         costs, stacks = survey_blocks(pipe, declarations=declarations)
-        components = _assumed(costs, request, budget)
+        components = assumed(costs, budget, request.workload.get("num_inference_steps"), request.activation_memory)
         if {"height", "width", "num_frames"} & set(request.workload) and not request.activation_memory:
             found = workload(pipe, stacks, request.call)
             components = components if found is None else with_workload(components, found, None)
@@ -176,11 +178,14 @@ class Automatic:
     def attach(self, handle: OffloadHandle) -> None:
         """Look after the offload that was enabled with `config`."""
         backend = handle.backend
-        self._backend = weakref.ref(backend)
+        self._backend, self._pipe = weakref.ref(backend), handle.pipeline
         handle.automatic = self
         if self._platform.is_asynchronous:  # On the CPU nothing overlaps, and memory isn't counted.
             backend.runner.after_entry, backend.runner.relieve = self._after_entry, self._relieve
-            backend.after_call = self._after_call
+            backend.after_call, backend.after_change = self._after_call, self._after_change
+            # Started anew with the peaks of memory, which are activations.
+            backend.records.counts_peaks = True
+            backend.records.start()
         self._say("chosen from sizes and the link" if not self._is_known() else "chosen from what was measured before")
 
     # ------------------------------------------------------------------ while the pipeline runs
@@ -190,11 +195,11 @@ class Automatic:
         self._forwards[path] += 1
         if self._is_settled or self._forwards[path] != _MEASURED_FORWARD or path not in self._counts():
             return
-        backend = self._enabled()
-        recorder = backend.streamer.recorder
+        recorder = self._enabled().streamer.recorder
         if recorder is not None and not self._is_known():
-            activations = backend.records.activations(recorder)
-            self._choose_anew(measure(recorder.spans(), self._blocks(), activations=activations), calls=0)
+            measured = measure(recorder.spans(), self._blocks(), activations=recorder.activations())
+            self._choose_anew(measured, calls=0)
+            recorder.steady_from = recorder.forward + 1
 
     def _after_call(self) -> None:
         """A call has ended without an error."""
@@ -205,12 +210,24 @@ class Automatic:
         measured = measure(
             recorder.spans(),
             self._blocks(),
-            activations=records.activations(recorder),
+            activations=recorder.activations(),
             peak_nbytes=recorder.peak_nbytes,
+            since=recorder.steady_from,
         )
         self._is_settled = True
         self._profile.keep_measured(self._key, measured)
         self._choose_anew(measured, calls=1)
+
+    def _after_change(self) -> None:
+        """Weights have come, gone or grown, as a LoRA's do."""
+        pipe = self._pipe()
+        if pipe is None:
+            return
+        known = {component.path: component for component in self.problem.components}
+        costs, _ = survey_blocks(pipe, declarations=adapter_for(stock_class(type(pipe))))
+        self.problem = replace(self.problem, components=tuple(resized(cost, known.get(cost.path)) for cost in costs))
+        if set(known) == {cost.path for cost in costs}:
+            self._choose_anew(Measured(), calls=0, how="chosen anew, since weights have changed")
 
     def _relieve(self, path: str) -> bool:
         """The device's memory was too short for a component: make room. Whether there was any to be made."""
@@ -221,23 +238,38 @@ class Automatic:
             return False  # What a cache has noted of a forward that failed would count in the next one.
         logger.warning("The device's memory is too short for %s: resident blocks leave, and it is run once more.", path)
         backend.stages.give_up_all()
-        self._keep(dict.fromkeys(self._counts(), 0), 2)
+        fewest = self._with_the_fewest().choice.residents
+        self._keep({path: fewest.get(path, 0) for path in self._counts()}, 2)
         backend.streamer.release_slots()
         self._platform.return_freed_memory()
+        # What there was is a measurement, too.
+        available = backend.device_weights_nbytes() + self._platform.free_bytes()
+        self.problem = replace(self.problem, device_nbytes=min(self.problem.device_nbytes, available))
         # What it takes is measured, and the call chosen anew at its end.
         self._is_settled = False
         backend.records.start()
         return True
 
-    def _choose_anew(self, measured: Measured, calls: int) -> None:
+    def _with_the_fewest(self) -> Prediction:
+        """The choice with as few residents as the host's limit allows, and two slots."""
+        choice = replace(self.prediction.choice, slots=2)
+        most = max(choice.residents.values(), default=0)
+        for count in range(most + 1):
+            residents = {path: min(count, kept) for path, kept in choice.residents.items() if count}
+            found = predict(self.problem, replace(choice, residents=residents))
+            if self.problem.host_nbytes is None or found.host_nbytes <= self.problem.host_nbytes:
+                return found
+        return predict(self.problem, choice)
+
+    def _choose_anew(self, measured: Measured, calls: int, how: str = "chosen anew from what was measured") -> None:
         """Residents and slots for what is known now; kinds stay."""
         kinds = self.prediction.choice.kinds
-        self.problem = _alike(with_measured(self.problem, measured, calls=calls))
+        self.problem = alike(with_measured(self.problem, measured, calls=calls))
         try:
             found = choose(self.problem, kinds)
         except DoesNotFit as error:
             logger.warning("%s Nothing is kept on the device meanwhile.", str(error))
-            found = predict(self.problem, replace(self.prediction.choice, residents={}, slots=2))
+            found = self._with_the_fewest()
         before = predict(self.problem, self.prediction.choice)
         is_as_fast = before.call_seconds <= found.call_seconds * (1 + _WORTH_IT)
         if is_as_fast and before.peak_nbytes <= self.problem.device_nbytes:
@@ -249,7 +281,7 @@ class Automatic:
             self._keep(counts, found.choice.slots)
         except torch.OutOfMemoryError:
             self._relieve("the blocks that were to stay")
-        self._say("chosen anew from what was measured")
+        self._say(how)
 
     def _keep(self, counts: Mapping[str, int], slots: int) -> None:
         backend = self._enabled()
@@ -280,7 +312,7 @@ class Automatic:
             parts.append(f"{component.path} {what}")
         logger.info("auto, %s: %s.", how, "; ".join(parts))
         logger.info("why: %s.", "; ".join(self._reasons()))
-        logger.info("by hand: %s", choice.as_call())
+        logger.info("by hand: %s", choice.as_call(other_arguments(self.config, self._platform.device)))
 
     def _reasons(self) -> Sequence[str]:
         rates, prediction = self.problem.rates, self.prediction
@@ -328,42 +360,6 @@ class Automatic:
     def _has_plenty(self) -> bool:
         """Whether all weights fit into half of the budget, so that activations hardly can be too large."""
         return sum(component.nbytes for component in self.problem.components) <= self.problem.device_nbytes // 2
-
-
-def _assumed(costs: Sequence[ComponentCost], request: Request, budget: int) -> tuple[ComponentCost, ...]:
-    """With what isn't known yet: forwards in a call, and activations."""
-    dits = Counter(component.class_name for component in costs if component.role == "dit")
-    forwards = request.workload.get("num_inference_steps", _FORWARDS)
-    return tuple(
-        replace(
-            component,
-            # DiTs of one class take turns.
-            forwards=max(1, forwards // dits[component.class_name]) if component.role == "dit" else 1,
-            activation_nbytes=request.activation_memory or int(_ACTIVATIONS[component.role] * budget),
-        )
-        for component in costs
-    )
-
-
-def _alike(problem: Problem) -> Problem:
-    """DiTs of the same class and size take the same, whichever of them was measured."""
-    known = {
-        (component.class_name, component.nbytes): component
-        for component in problem.components
-        if component.role == "dit" and any(block.seconds for block in component.blocks)
-    }
-    components = []
-    for component in problem.components:
-        twin = known.get((component.class_name, component.nbytes))
-        if twin is not None and component.role == "dit" and not any(block.seconds for block in component.blocks):
-            component = replace(
-                component,
-                blocks=twin.blocks,
-                seconds=twin.seconds,
-                activation_nbytes=max(component.activation_nbytes, twin.activation_nbytes),
-            )
-        components.append(component)
-    return replace(problem, components=tuple(components))
 
 
 def _nbytes_on(pipe: Any, device: torch.device) -> int:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from diffusers_omni_offload.config import OffloadConfig
 from diffusers_omni_offload.planning.choice import Choice
 from diffusers_omni_offload.planning.costs import Problem, Rates
 from diffusers_omni_offload.planning.predicting import predict
 from diffusers_omni_offload.planning.prediction import Prediction
 from diffusers_omni_offload.planning.survey import survey
-from diffusers_omni_offload.platform import Platform
+from diffusers_omni_offload.platform import Platform, resolve_device
 from diffusers_omni_offload.profile import Profile, default_path
 from diffusers_omni_offload.registry import adapter_for
 from diffusers_omni_offload.topology.plan import ResolvedPlan
@@ -44,3 +46,15 @@ def choice_of(problem: Problem, plan: ResolvedPlan, config: OffloadConfig) -> Ch
 
     residents = {path: len(stack.resident) for path, stack in stacks.items() if stack.resident}
     return Choice({cost.path: kind(cost.path) for cost in problem.components}, residents, config.slots)
+
+
+def other_arguments(config: OffloadConfig, device: torch.device) -> dict[str, Any]:
+    """Arguments of `enable_omni_offload` that a choice doesn't have, where they aren't the defaults."""
+    found: dict[str, Any] = {}
+    if config.pin_memory is not True:
+        found["pin_memory"] = config.pin_memory
+    if config.resident_policy != "spread":
+        found["resident_policy"] = config.resident_policy
+    if torch.accelerator.current_accelerator() is None or device != resolve_device(None):
+        found["device"] = str(device)
+    return found

@@ -12,7 +12,7 @@ from torch import nn
 
 from diffusers_omni_offload.backends import Counters, PlanBackend
 from diffusers_omni_offload.config import OffloadConfig
-from diffusers_omni_offload.expectations import expectation
+from diffusers_omni_offload.expectations import expectation, other_arguments
 from diffusers_omni_offload.hooks import COMPONENT_HOOK, owned_hook
 from diffusers_omni_offload.messages import format_bytes
 from diffusers_omni_offload.planning.costs import Problem
@@ -91,6 +91,10 @@ class OffloadHandle:
         """Whether the pipeline is offloaded through this handle."""
         pipeline = self._pipeline()
         return pipeline is not None and omni_offload(pipeline) is self
+
+    def pipeline(self) -> Any:
+        """The pipeline; None if it is gone."""
+        return self._pipeline()
 
     def disable(self) -> None:
         """Turn offload off for this pipeline; see `disable_omni_offload`."""
@@ -185,9 +189,7 @@ class OffloadHandle:
             blocks = {
                 stack.component: [stack.path(index) for index in range(len(stack.blocks))] for stack in self.plan.stacks
             }
-            measured = measure(
-                recorder.spans(), blocks, peak_nbytes=recorder.peak_nbytes, since=recorder.steady_from
-            )
+            measured = measure(recorder.spans(), blocks, peak_nbytes=recorder.peak_nbytes, since=recorder.steady_from)
         if self.automatic is not None:
             problem, prediction = self.automatic.problem, self.automatic.prediction
         else:
@@ -199,6 +201,7 @@ class OffloadHandle:
             is_modelled=platform.is_modelled,
             problem=problem,
             prediction=prediction,
+            others=other_arguments(self.config, backend.device),
         )
 
     @property

@@ -170,6 +170,7 @@ def make_report(
     is_modelled: bool = False,
     problem: Problem | None = None,
     prediction: Prediction | None = None,
+    others: Mapping[str, Any] | None = None,
 ) -> OffloadReport:
     """Measured figures beside predicted ones.
 
@@ -180,6 +181,7 @@ def make_report(
         is_modelled: whether the device is simulated.
         problem: bytes of the components, and the link as it was expected to be.
         prediction: what was predicted of the modes that are on, for `problem`.
+        others: arguments of `enable_omni_offload` besides those of the prediction's choice.
 
     Returns:
         The report, with the components of the problem first.
@@ -201,7 +203,7 @@ def make_report(
         link_bytes_per_s=measured.link_bytes_per_s or None,
         expected_link_bytes_per_s=problem.rates.link_bytes_per_s if problem is not None else None,
         expected_link_source=problem.rates.source if problem is not None else None,
-        call=prediction.choice.as_call() if prediction is not None else None,
+        call=prediction.choice.as_call(others) if prediction is not None else None,
     )
 
 

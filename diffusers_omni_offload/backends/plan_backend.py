@@ -41,6 +41,7 @@ from diffusers_omni_offload.topology.plan import ResolvedPlan
 from diffusers_omni_offload.topology.resolver import resolve_offload_plan
 from diffusers_omni_offload.weights.derived import restore_derived
 from diffusers_omni_offload.weights.leaves import find_leaves, is_plain, move_tensors
+from diffusers_omni_offload.weights.master import Master
 from diffusers_omni_offload.weights.pinning import PinnedBudget
 from diffusers_omni_offload.weights.wrappers import move_wrappers
 
@@ -56,6 +57,7 @@ class PlanBackend(OffloadBackend):
         stages: the components that are swapped.
         records: who records what is done.
         after_call: called when a call has ended without an error.
+        after_change: called when weights have changed, between forwards.
     """
 
     is_shared = True
@@ -82,6 +84,7 @@ class PlanBackend(OffloadBackend):
         self.shared: SharedLeaves | None = None
         self.records = Records(self.streamer, self.device_weights_nbytes)
         self.after_call: Callable[[], None] | None = None
+        self.after_change: Callable[[], None] | None = None
 
     def transports(self) -> list[Transport]:
         """How weights get to the device; the first one that serves a master brings it."""
@@ -319,15 +322,26 @@ class PlanBackend(OffloadBackend):
         stale = self.masters.stale()
         has_changed = bool(stale) or not self.residency.is_current()
         if has_changed:
-            with on_device(self.device):
-                self.components.require_ours_throughout()
-                self.masters.follow(stale)
-                self.residency.place(self.masters.held())
+            self._follow(stale)
             self.look_again()
+            if self.after_change is not None:
+                self.after_change()
         self.lora.expect_unmerging()
         if self.shared is not None:
             self.shared.require_slot()
         return has_changed
+
+    def _follow(self, stale: Sequence[Master]) -> None:
+        """Take in what was replaced, and have on the device what belongs there."""
+        with on_device(self.device):
+            self.components.require_ours_throughout()
+            self.masters.follow(stale)
+            try:
+                self.residency.place(self.masters.held())
+            except torch.OutOfMemoryError:
+                if self.runner.relieve is None or not self.runner.relieve("what came since"):
+                    raise
+                self.residency.place(self.masters.held())
 
     def look_again(self) -> None:
         """Weights have changed: what was known of how they are used isn't any more."""

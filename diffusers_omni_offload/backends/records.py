@@ -22,12 +22,12 @@ class Records:
     Attributes:
         first_call: what the first call was recorded by; None before it began to be.
         is_waiting: whether the first call is still to be recorded.
-        others: device bytes that were taken by others, when the first recording began.
+        counts_peaks: whether the first call is asked for the peaks of device memory, which takes over torch's count.
     """
 
     def __init__(self, streamer: Streamer, held: Callable[[], int]) -> None:
         self._streamer, self._held = streamer, held
-        self.others: int | None = None
+        self.counts_peaks = False
         self.first_call: Recorder | None = None
         self._trace: Recorder | None = None
         self.is_waiting = False
@@ -35,10 +35,8 @@ class Records:
     def start(self) -> None:
         """Record the call that comes next."""
         self.is_waiting = True
-        if self.others is None:
-            self.others = max(0, self._streamer.platform.allocated_bytes() - self._held())
         if self._trace is None:
-            self._record(Recorder(self._streamer.platform, _ENOUGH, self._held))
+            self._record(Recorder(self._streamer.platform, _ENOUGH, self._held, counts_peaks=self.counts_peaks))
         self.first_call = self._streamer.recorder
 
     def stop(self) -> None:
@@ -67,10 +65,6 @@ class Records:
             self._record(None)
             if self.is_waiting:
                 self.start()
-
-    def activations(self, recorder: Recorder) -> dict[str, int]:
-        """By component: the most device bytes that the pipeline took beside its weights."""
-        return recorder.activations(self.others or 0)
 
     def _record(self, recorder: Recorder | None) -> None:
         self._streamer.recorder = self._streamer.component_recorder = recorder

@@ -38,10 +38,15 @@ class Choice:
             arguments["slots"] = self.slots
         return arguments
 
-    def as_call(self) -> str:
-        """The line of Python that asks for it."""
+    def as_call(self, others: Mapping[str, Any] | None = None) -> str:
+        """The line of Python that asks for it.
+
+        Args:
+            others: more arguments of `enable_omni_offload`.
+        """
         arguments = self.arguments()
         if not arguments:
             return "pipe.to(device)"
+        arguments |= others or {}
         words = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
         return f"pipe.enable_omni_offload({words})"

@@ -16,7 +16,8 @@ _Mark = tuple[Lane, str, Event, Event, int, int]
 
 
 class _Memory(NamedTuple):
-    """Device bytes before, at the most in and after an outermost forward of a component, and how many are weights."""
+    """Device bytes before, at the most in and after an outermost forward of a component, and how many of the most are
+    neither weights nor somebody else's."""
 
     path: str
     begin: Event
@@ -24,7 +25,7 @@ class _Memory(NamedTuple):
     before: int
     peak: int
     after: int
-    held: int
+    activation: int
 
 
 class Recorder:
@@ -36,14 +37,24 @@ class Recorder:
         platform: the device.
         most_blocks: so many forwards of blocks are enough; None records on and on.
         held: tells how many device bytes are weights.
+        counts_peaks: whether the peak of allocated memory is wanted of each component: then torch's own count begins
+            anew with each.
 
     Attributes:
         forward: number of the outermost component's forward that runs, or ran last; -1 before the first.
         steady_from: number of the first forward since residents or slots were last changed.
     """
 
-    def __init__(self, platform: Platform, most_blocks: int | None = None, held: Callable[[], int] = lambda: 0) -> None:
-        self._platform, self._held = platform, held
+    def __init__(
+        self,
+        platform: Platform,
+        most_blocks: int | None = None,
+        held: Callable[[], int] = lambda: 0,
+        *,
+        counts_peaks: bool = True,
+    ) -> None:
+        self._platform, self._held, self._counts_peaks = platform, held, counts_peaks
+        self._others = 0
         self._most_blocks = most_blocks
         self.forward = -1
         self.steady_from = 0
@@ -107,7 +118,11 @@ class Recorder:
             self._marks.append(("gather", path, begin, self._mark(slot.writer), slot.buffer.numel(), self.forward))
         return nbytes
 
-    # ------------------------------------------------------------------ components
+    # ------------------------------------------------------------------ calls and components
+
+    def begin_call(self) -> None:
+        """A call begins: what is allocated beside weights isn't the pipeline's."""
+        self._others = max(0, self._platform.allocated_bytes() - self._held())
 
     def run_component(
         self, path: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -117,7 +132,8 @@ class Recorder:
             self.forward += 1
             if len(self._events) < _CHUNK // 2:
                 self._make_events()
-            self._platform.restart_peak()
+            if self._counts_peaks:
+                self._platform.restart_peak()
         before = self._platform.allocated_bytes()
         begin = self._mark(self._platform.current_stream())
         self._depth += 1
@@ -129,7 +145,7 @@ class Recorder:
             self._marks.append(("component", path, begin, end, 0, self.forward))
             if self._depth == 0:
                 after, peak = self._platform.allocated_bytes(), self._platform.peak_bytes()
-                self._memory.append(_Memory(path, begin, end, before, peak, after, self._held()))
+                self._memory.append(_Memory(path, begin, end, before, peak, after, peak - self._held() - self._others))
 
     # ------------------------------------------------------------------ results
 
@@ -156,15 +172,11 @@ class Recorder:
             ]
         return samples
 
-    def activations(self, others: int = 0) -> dict[str, int]:
-        """By component: the most device bytes beside weights that there were in its forwards.
-
-        Args:
-            others: bytes that have nothing to do with the pipeline.
-        """
+    def activations(self) -> dict[str, int]:
+        """By component: the most device bytes that the pipeline took in its forwards, beside weights."""
         found: dict[str, int] = {}
         for entry in self._memory:
-            found[entry.path] = max(found.get(entry.path, 0), entry.peak - entry.held - others)
+            found[entry.path] = max(found.get(entry.path, 0), entry.activation)
         return found
 
     @property

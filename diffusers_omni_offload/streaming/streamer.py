@@ -114,6 +114,8 @@ class Streamer:
         self.slots.forget()
         self.order.begin()
         self._put_off.clear()
+        if self.component_recorder is not None:
+            self.component_recorder.begin_call()
         self._expect([block for block in range(len(self.masters)) if block not in self._residents])
 
     def end(self) -> None:
