@@ -380,8 +380,7 @@ def _rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
     host, device = diagnosis.host, diagnosis.device
     limited = host.total_nbytes < host.machine_nbytes
     limit = f" (the control group's limit; the machine has {format_bytes(host.machine_nbytes)})" if limited else ""
-    memory = f"{format_bytes(host.available_nbytes)} available of {format_bytes(host.total_nbytes)}{limit}"
-    yield "host memory", memory
+    yield "host memory", f"{format_bytes(host.available_nbytes)} available of {format_bytes(host.total_nbytes)}{limit}"
     swap = f"{format_bytes(host.swap_used_nbytes)} used of {format_bytes(host.swap_nbytes)}"
     yield "swap", swap if host.swap_nbytes else "none"
     yield "ulimit -l", "unlimited" if host.lockable_nbytes is None else format_bytes(host.lockable_nbytes)

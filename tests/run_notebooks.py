@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -84,10 +85,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("notebooks", nargs="+", type=Path)
     for path in parser.parse_args().notebooks:
+        begin = time.monotonic()
         notebook = execute(path)
         nbformat.validate(notebook)
         nbformat.write(notebook, path)
-        print(f"{path}: {sum(cell.cell_type == 'code' for cell in notebook.cells)} cells ran")
+        cells = sum(cell.cell_type == "code" for cell in notebook.cells)
+        print(f"{path}: {cells} cells ran in {time.monotonic() - begin:.0f} s")
 
 
 if __name__ == "__main__":

@@ -188,11 +188,17 @@ def test_predictions_and_choices(sim: ModuleType, profile: Path, batch: int) -> 
             sim.configure(capacity_bytes=case.budget_nbytes)
         failures = torch.accelerator.memory_stats().get("num_ooms", 0)
         problem = truth(case)
-        first = session(case)
-        # What was measured is known to the next session, which may choose other kinds, too.
-        second = session(case)
+        first = last = session(case)
+        kinds_before: Mapping[str, str] = {}
+        # What was measured is known to the next session, which may choose other kinds, and so measure something else.
+        for _ in range(2):
+            if last.prediction.choice.kinds != kinds_before:
+                kinds_before = last.prediction.choice.kinds
+                last = session(case)
         assert torch.accelerator.memory_stats().get("num_ooms", 0) == failures, seed
-        for found, kinds in ((first, first.prediction.choice.kinds), (second, None)):
+        # Of several components the first call has the kinds that were chosen before anything was measured.
+        given = first.prediction.choice.kinds if len(case.parts) > 1 else None
+        for found, kinds in ((first, given), (last, None)):
             assert found.largest_error <= 0.05, seed
             assert found.peak_nbytes <= case.budget_nbytes, seed
             best = best_of_all(problem, kinds)
