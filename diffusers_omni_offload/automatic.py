@@ -121,7 +121,7 @@ class Automatic:
         self._backend: Callable[[], PlanBackend | None] = lambda: None
         self._pipe: Callable[[], Any] = lambda: None
         self._forwards: Counter[str] = Counter()
-        self._is_settled = False
+        self._is_settled = self._was_relieved = False
 
     @classmethod
     def prepare(
@@ -181,7 +181,7 @@ class Automatic:
         self._backend, self._pipe = weakref.ref(backend), handle.pipeline
         handle.automatic = self
         if self._platform.is_asynchronous:  # On the CPU nothing overlaps, and memory isn't counted.
-            backend.runner.after_entry, backend.runner.relieve = self._after_entry, self._relieve
+            backend.runner.after_entry, backend.runner.relief = self._after_entry, self
             backend.after_call, backend.after_change = self._after_call, self._after_change
             # Started anew with the peaks of memory, which are activations.
             backend.records.counts_peaks = True
@@ -214,9 +214,20 @@ class Automatic:
             peak_nbytes=recorder.peak_nbytes,
             since=recorder.steady_from,
         )
+        if self._was_relieved:
+            # The rest of a call: the next one is measured as a whole.
+            self._was_relieved = False
+            self._choose_anew(measured, calls=0)
+            records.start()
+            return
+        # A forward by itself, in a loop of the caller's, doesn't say how many there are.
+        is_whole = any(
+            measured.components[path].forwards > 1 for path in self._streamed() if path in measured.components
+        )
         self._is_settled = True
-        self._profile.keep_measured(self._key, measured)
-        self._choose_anew(measured, calls=1)
+        if is_whole:
+            self._profile.keep_measured(self._key, measured)
+        self._choose_anew(measured, calls=int(is_whole))
 
     def _after_change(self) -> None:
         """Weights have come, gone or grown, as a LoRA's do."""
@@ -229,14 +240,21 @@ class Automatic:
         if set(known) == {cost.path for cost in costs}:
             self._choose_anew(Measured(), calls=0, how="chosen anew, since weights have changed")
 
-    def _relieve(self, path: str) -> bool:
-        """The device's memory was too short for a component: make room. Whether there was any to be made."""
+    def can_make_room(self, path: str) -> bool:
+        """See `Relief`. What a cache has noted of a forward that failed would count in the next one."""
         backend = self._enabled()
         module = next((module for at, module in backend.components if at == path), None)
-        held = backend.streamer.slots.nbytes + backend.stages.nbytes
-        if (module is not None and cache_of(module) is not None) or not (held or any(self._counts().values())):
-            return False  # What a cache has noted of a forward that failed would count in the next one.
-        logger.warning("The device's memory is too short for %s: resident blocks leave, and it is run once more.", path)
+        if module is not None and cache_of(module) is not None:
+            return False
+        return bool(backend.streamer.slots.nbytes + backend.stages.nbytes or any(self._counts().values()))
+
+    def make_room(self, path: str) -> None:
+        """See `Relief`: blocks that were to stay leave, as far as the host's limit allows."""
+        backend = self._enabled()
+        logger.warning(
+            "The device's memory is too short for %s: resident blocks leave, and it is run once more.",
+            path or "weights that came since",
+        )
         backend.stages.give_up_all()
         fewest = self._with_the_fewest().choice.residents
         self._keep({path: fewest.get(path, 0) for path in self._counts()}, 2)
@@ -246,9 +264,8 @@ class Automatic:
         available = backend.device_weights_nbytes() + self._platform.free_bytes()
         self.problem = replace(self.problem, device_nbytes=min(self.problem.device_nbytes, available))
         # What it takes is measured, and the call chosen anew at its end.
-        self._is_settled = False
+        self._is_settled, self._was_relieved = False, True
         backend.records.start()
-        return True
 
     def _with_the_fewest(self) -> Prediction:
         """The choice with as few residents as the host's limit allows, and two slots."""
@@ -280,7 +297,7 @@ class Automatic:
         try:
             self._keep(counts, found.choice.slots)
         except torch.OutOfMemoryError:
-            self._relieve("the blocks that were to stay")
+            self.make_room("the blocks that were to stay")
         self._say(how)
 
     def _keep(self, counts: Mapping[str, int], slots: int) -> None:

@@ -139,3 +139,32 @@ def test_a_vae_that_stays_is_measured_and_gets_room(slow_link: torch.device, sim
         assert_equal_outputs(outputs(pipe, call, 1), expected, "short of memory in the VAE")
     assert any("too short for vae" in line for line in lines)
     assert_no_hazards(sim, "short of memory in the VAE")
+
+
+def test_a_component_that_runs_by_itself_is_no_call(slow_link: torch.device) -> None:
+    pipe, call = tiny.build_sd3()
+    handle = pipe.enable_omni_offload("auto", memory_budget=1_706_885)
+    with torch.no_grad():
+        pipe.encode_prompt(prompt="a cat", prompt_2="a", prompt_3="b", max_sequence_length=16, device=slow_link)
+    outputs(pipe, call, 1)
+    assert residents(handle) == [4]
+
+
+def test_the_rest_of_a_call_is_no_call(slow_link: torch.device, sim: ModuleType) -> None:
+    pipe, forwards, taken = stack(), [], []
+    sim.configure(capacity_bytes=torch.accelerator.memory_allocated() + BUDGET)
+    handle = pipe.enable_omni_offload("auto", memory_budget=BUDGET, activation_memory=1)
+
+    def take(*_: Any) -> None:
+        forwards.append(1)
+        if len(forwards) == 9:
+            free = int(sim.get_config("capacity_bytes")) - torch.accelerator.memory_allocated()
+            taken.append(torch.empty(free - 4096, dtype=torch.uint8, device=slow_link))
+
+    pipe.transformer.register_forward_pre_hook(take)
+    pipe(steps=10)
+    assert [component.forwards for component in handle.automatic.problem.components] == [30]
+    pipe(steps=10)
+    assert [component.forwards for component in handle.automatic.problem.components] == [10]
+    (found,) = handle.report().components
+    assert found.seconds == pytest.approx(found.predicted_seconds, rel=0.05)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -21,6 +21,16 @@ from diffusers_omni_offload.streaming.streamer import Streamer
 _STRAY_ENTRIES = 3
 
 
+class Relief(Protocol):
+    """Makes room on the device."""
+
+    def can_make_room(self, path: str) -> bool:
+        """Whether anything could leave the device so that the component at `path` may be run once more."""
+
+    def make_room(self, path: str) -> None:
+        """Let it leave."""
+
+
 class ComponentRunner:
     """Runs components in their pipeline's call scope. What moves weights isn't traced by the compiler.
 
@@ -34,7 +44,7 @@ class ComponentRunner:
         shared: leaves that several owners hold; None if there are none.
         before_entry: called with the path of a component that is about to run.
         after_entry: called with the path of a component that has run, while no other one does.
-        relieve: makes room when the device's memory was too short for a component; says whether it could.
+        relief: makes room when the device's memory was too short for a component; None if nobody does.
         keeps_slots: whether slots are never given back in a call, however short this device's memory is.
     """
 
@@ -43,7 +53,7 @@ class ComponentRunner:
         self.shared: SharedLeaves | None = None
         self.before_entry: Callable[[str], None] | None = None
         self.after_entry: Callable[[str], None] | None = None
-        self.relieve: Callable[[str], bool] | None = None
+        self.relief: Relief | None = None
         self.keeps_slots = False
         self._stage_runner = StageRunner(streamer, stages, edited)
         self._groups: dict[str, str] = {}
@@ -79,7 +89,7 @@ class ComponentRunner:
                 self.before_entry(path)
             is_outermost = not self._running and not self._stages.is_running and not self._streamer.is_running
             enter = partial(self._enter, path, stage, function, args, kwargs)
-            output = self._once_more(path, enter) if is_outermost and self.relieve is not None else enter()
+            output = self._once_more(path, self.relief, enter) if is_outermost and self.relief is not None else enter()
             if is_outermost and self.after_entry is not None:
                 self.after_entry(path)
             return output
@@ -92,15 +102,15 @@ class ComponentRunner:
                 self.spare_memory(stage)
             return self._stage_runner.run(stage, function, args, kwargs)
 
-    def _once_more(self, path: str, enter: Callable[[], Any]) -> Any:
-        """Run something that may find the device's memory short: once more, if room could be made."""
-        assert self.relieve is not None
+    def _once_more(self, path: str, relief: Relief, enter: Callable[[], Any]) -> Any:
+        """Run something that may find the device's memory short: once more, if room can be made."""
         try:
             return enter()
         except torch.OutOfMemoryError as error:
-            if not self.relieve(path):
+            if not relief.can_make_room(path):
                 raise
             first = error.with_traceback(None)  # The frames of the failed attempt hold its tensors.
+        relief.make_room(path)
         try:
             return enter()
         except torch.OutOfMemoryError as error:

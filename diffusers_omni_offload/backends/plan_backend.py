@@ -339,8 +339,10 @@ class PlanBackend(OffloadBackend):
             try:
                 self.residency.place(self.masters.held())
             except torch.OutOfMemoryError:
-                if self.runner.relieve is None or not self.runner.relieve("what came since"):
+                relief = self.runner.relief
+                if relief is None or not relief.can_make_room(""):
                     raise
+                relief.make_room("")
                 self.residency.place(self.masters.held())
 
     def look_again(self) -> None:
@@ -356,14 +358,18 @@ class PlanBackend(OffloadBackend):
             self.after_call()
 
     def _tell_of_first_call(self) -> None:
-        recorder = self.records.first_call
-        assert recorder is not None
+        recorder, plan = self.records.first_call, self.plan
+        assert recorder is not None and plan is not None
+        dits = {component.path for component in plan.components if component.role == "dit"}
+        if dits and not dits & recorder.components():
+            self.records.start()
+            return  # An encoder ran by itself, say.
         waited: float | None = 0.0
         if self.streamer.loads and self.platform.is_asynchronous:
             waited = waited_share(recorder.spans())
         if waited is None:
             self.records.start()
-            return  # A call of an encoder alone, say: too short for a verdict. The next one may do.
+            return  # Too short for a verdict. The next one may do.
         self.records.stop()
         if self.streamer.loads or self.stages.swaps:
             logger.info("%s", first_call_summary(list(self.masters), self.streamer, self.stages, waited))

@@ -36,7 +36,10 @@ class Records:
         """Record the call that comes next."""
         self.is_waiting = True
         if self._trace is None:
-            self._record(Recorder(self._streamer.platform, _ENOUGH, self._held, counts_peaks=self.counts_peaks))
+            recorder = Recorder(self._streamer.platform, _ENOUGH, self._held, counts_peaks=self.counts_peaks)
+            if self.first_call is not None:
+                recorder.others = self.first_call.others  # It may begin in the middle of a call.
+            self._record(recorder)
         self.first_call = self._streamer.recorder
 
     def stop(self) -> None:

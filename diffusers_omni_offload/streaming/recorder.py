@@ -42,6 +42,7 @@ class Recorder:
 
     Attributes:
         forward: number of the outermost component's forward that runs, or ran last; -1 before the first.
+        others: device bytes that weren't the pipeline's when the call began.
         steady_from: number of the first forward since residents or slots were last changed.
     """
 
@@ -54,7 +55,7 @@ class Recorder:
         counts_peaks: bool = True,
     ) -> None:
         self._platform, self._held, self._counts_peaks = platform, held, counts_peaks
-        self._others = 0
+        self.others = 0
         self._most_blocks = most_blocks
         self.forward = -1
         self.steady_from = 0
@@ -122,7 +123,7 @@ class Recorder:
 
     def begin_call(self) -> None:
         """A call begins: what is allocated beside weights isn't the pipeline's."""
-        self._others = max(0, self._platform.allocated_bytes() - self._held())
+        self.others = max(0, self._platform.allocated_bytes() - self._held())
 
     def run_component(
         self, path: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -145,7 +146,7 @@ class Recorder:
             self._marks.append(("component", path, begin, end, 0, self.forward))
             if self._depth == 0:
                 after, peak = self._platform.allocated_bytes(), self._platform.peak_bytes()
-                self._memory.append(_Memory(path, begin, end, before, peak, after, peak - self._held() - self._others))
+                self._memory.append(_Memory(path, begin, end, before, peak, after, peak - self._held() - self.others))
 
     # ------------------------------------------------------------------ results
 
@@ -171,6 +172,10 @@ class Recorder:
                 MemorySample(last, entry.after),
             ]
         return samples
+
+    def components(self) -> set[str]:
+        """Paths of the components that ran."""
+        return {name for lane, name, *_ in self._marks if lane == "component"}
 
     def activations(self) -> dict[str, int]:
         """By component: the most device bytes that the pipeline took in its forwards, beside weights."""
