@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 from diffusers_omni_offload.backends.masters import Unit
 from diffusers_omni_offload.platform import on_device
 from diffusers_omni_offload.topology.plan import BlockStack
@@ -61,11 +63,16 @@ class Keeping:
         }
         try:
             with on_device(backend.device):
-                blocks = list(self._numbered())
-                self._let_go([at for at in blocks if at[2] in at[1].resident and at[2] not in wanted[at[1].component]])
-                self._take([at for at in blocks if at[2] not in at[1].resident and at[2] in wanted[at[1].component]])
+                for _, stack, index in self._numbered():
+                    if index not in wanted[stack.component] and backend.masters.of(stack.blocks[index]) is None:
+                        backend.masters.take(Unit(stack.path(index), stack.blocks[index]))
+                self._reconcile()
+                self._take(
+                    [stack.blocks[index] for _, stack, index in self._numbered() if index in wanted[stack.component]]
+                )
         finally:
             backend.streamer.slots.count = slots
+            self._reconcile()
             backend.look_again()
         backend.streamer.require_slots()
 
@@ -78,38 +85,36 @@ class Keeping:
                 yield number, stack, index
                 number += 1
 
-    def _let_go(self, blocks: Sequence[_Place]) -> None:
+    def _take(self, blocks: Sequence[nn.Module]) -> None:
+        """Have blocks on the device, and let their masters go."""
         backend = self._backend
-        try:
-            for number, stack, index in blocks:
-                block = stack.blocks[index]
-                master = backend.masters.take(Unit(stack.path(index), block))
-                backend.residency.leave_out(block)
-                backend.streamer.readmit(number, master)
-                self._note(stack.component, index, stays=False)
-        finally:
-            backend.residency.place(backend.masters.held())
-
-    def _take(self, blocks: Sequence[_Place]) -> None:
-        backend = self._backend
-        modules = [stack.blocks[index] for _, stack, index in blocks]
-        masters = [master for module in modules if (master := backend.masters.of(module)) is not None]
-        for module, master in zip(modules, masters, strict=True):
+        masters = {block: master for block in blocks if (master := backend.masters.of(block)) is not None}
+        coming = {id(tensor) for master in masters.values() for tensor in master.tensors}
+        for block, master in masters.items():
             master.realize()
-            backend.residency.take_back(module)
-        coming = {id(tensor) for master in masters for tensor in master.tensors}
-        try:
-            # Copied before their host memory is unlocked: from there a copy takes a fraction of the time.
-            backend.residency.place(backend.masters.held() - coming)
-        except BaseException:
-            for module, master in zip(modules, masters, strict=True):
-                master.unbind()
-                backend.residency.leave_out(module)
-            raise
-        for number, stack, index in blocks:
-            backend.streamer.retire(number)
-            backend.masters.remove(stack.blocks[index])
-            self._note(stack.component, index, stays=True)
+            backend.residency.take_back(block)
+        # Copied before their host memory is unlocked: from there a copy takes a fraction of the time.
+        backend.residency.place(backend.masters.held() - coming)
+        for block in masters:
+            backend.masters.remove(block)
+
+    def _reconcile(self) -> None:
+        """A block with a master is streamed and any other one stays, whatever was cut short before."""
+        backend = self._backend
+        with on_device(backend.device):
+            for number, stack, index in list(self._numbered()):
+                block = stack.blocks[index]
+                master = backend.masters.of(block)
+                if master is None:
+                    backend.residency.take_back(block)
+                    backend.streamer.retire(number)
+                else:
+                    master.unbind()
+                    backend.residency.leave_out(block)
+                    backend.streamer.readmit(number, master)
+                if (master is None) != (index in stack.resident):
+                    self._note(stack.component, index, stays=master is None)
+            backend.residency.place(backend.masters.held())
 
     def _note(self, component: str, index: int, *, stays: bool) -> None:
         """The plan says what is so."""

@@ -44,12 +44,15 @@ class Residency:
 
     def leave_out(self, block: nn.Module) -> None:
         """Leave `block` and what is below it to its master."""
-        self._streamed.append(block)
+        if block not in self._streamed:
+            self._streamed.append(block)
+            self._snapshot = None
 
     def take_back(self, block: nn.Module) -> None:
         """Undo `leave_out`."""
-        self._streamed.remove(block)
-        self._snapshot = None
+        if block in self._streamed:
+            self._streamed.remove(block)
+            self._snapshot = None
 
     def add(self, path: str, module: nn.Module) -> None:
         """Take care of a component's state."""
