@@ -27,7 +27,8 @@ from diffusers_omni_offload.planning.prediction import Prediction
 from diffusers_omni_offload.planning.search import choices
 from diffusers_omni_offload.profile import PROFILE_VARIABLE
 from tests import simdevice
-from tests.benchmarks.problems import Case, CasePipeline, Dice, build, carry_out, steady_steps, with_budget
+from tests.benchmarks.dice import Dice, with_budget
+from tests.benchmarks.problems import Case, CasePipeline, build, carry_out, steady_steps
 
 PROBLEMS, BATCH = 200, 20
 #: The link is slower or faster by up to this share, anew before every block.

@@ -11,7 +11,8 @@ from diffusers_omni_offload.planning.choice import Choice
 from diffusers_omni_offload.planning.costs import BlockCost, ComponentCost, Problem, Rates
 from diffusers_omni_offload.planning.memory import Memory, peak
 from diffusers_omni_offload.planning.predicting import predict
-from tests.benchmarks.problems import Case, Dice, carry_out
+from tests.benchmarks.dice import Dice
+from tests.benchmarks.problems import Case, carry_out
 
 
 def random_choice(dice: Dice, problem: Problem) -> Choice:

@@ -13,7 +13,7 @@ from diffusers_omni_offload.planning.memory import fits
 from diffusers_omni_offload.planning.predicting import predict
 from diffusers_omni_offload.planning.prediction import Prediction
 from diffusers_omni_offload.planning.search import DoesNotFit, choices, choose
-from tests.benchmarks.problems import Dice
+from tests.benchmarks.dice import Dice
 
 GB = 10**9
 

@@ -12,7 +12,8 @@ from diffusers_omni_offload.planning.costs import BlockCost, Rates
 from diffusers_omni_offload.planning.prediction import StepPrediction
 from diffusers_omni_offload.planning.timeline import Timeline, step_time
 from diffusers_omni_offload.topology.residents import resident_indices
-from tests.benchmarks.problems import Case, Dice, carry_out
+from tests.benchmarks.dice import Dice
+from tests.benchmarks.problems import Case, carry_out
 
 
 def timeline_of(case: Case, residents: int, slots: int) -> Timeline:
