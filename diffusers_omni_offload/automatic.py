@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from diffusers_omni_offload.backends import PlanBackend
 from diffusers_omni_offload.backends.keeping import Keeping
-from diffusers_omni_offload.checks import integer, parse_bytes
 from diffusers_omni_offload.composition import stock_class
 from diffusers_omni_offload.config import OffloadConfig
 from diffusers_omni_offload.expectations import other_arguments
@@ -22,13 +22,13 @@ from diffusers_omni_offload.messages import format_bytes, logger
 from diffusers_omni_offload.parallel import cache_of
 from diffusers_omni_offload.planning.assumptions import alike, assumed, resized
 from diffusers_omni_offload.planning.costs import Problem
+from diffusers_omni_offload.planning.explaining import explain
 from diffusers_omni_offload.planning.measured import Measured, measure, with_measured
 from diffusers_omni_offload.planning.predicting import predict
 from diffusers_omni_offload.planning.prediction import Prediction
+from diffusers_omni_offload.planning.request import Request
 from diffusers_omni_offload.planning.search import DoesNotFit, choose
 from diffusers_omni_offload.planning.survey import survey_blocks
-from diffusers_omni_offload.planning.times import format_seconds
-from diffusers_omni_offload.planning.workload import Request as Call
 from diffusers_omni_offload.planning.workload import with_workload, workload
 from diffusers_omni_offload.platform import Platform, platform_for
 from diffusers_omni_offload.profile import Profile, default_path, pipeline_key
@@ -39,53 +39,10 @@ from diffusers_omni_offload.weights.leaves import find_leaves
 
 #: Of the free memory, what is left alone if there is no budget: allocators lose some between allocations.
 _MARGIN = 0.05
-#: A choice that is faster by less than this isn't worth a change.
-_WORTH_IT = 0.01
+#: A choice that is faster by less than this isn't worth a change of residents; nor, by less than that, one of kinds.
+_WORTH_IT, _WORTH_ENABLING = 0.01, 0.03
 #: The forward of a DiT that is measured: in the first one libraries are loaded and kernels chosen.
 _MEASURED_FORWARD = 2
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is asked of the mode "auto".
-
-    Attributes:
-        memory_budget: device bytes that weights and activations may take together; None for what is free, less 5 %.
-        host_memory_budget: host bytes that offloaded weights may take; None for no limit.
-        activation_memory: device bytes of activations at the most, if the caller knows them.
-        workload: what a call is said to be: "height", "width", "num_frames", "num_inference_steps".
-        keeps_profile: whether what was measured on this machine before counts, and is kept.
-        pin_memory: see `OffloadConfig`.
-    """
-
-    memory_budget: int | None = None
-    host_memory_budget: int | None = None
-    activation_memory: int | None = None
-    workload: Mapping[str, int] = field(default_factory=dict)
-    keeps_profile: bool = True
-    pin_memory: bool | int = True
-
-    @property
-    def call(self) -> Call:
-        """What a call is said to be."""
-        get = self.workload.get
-        return Call(get("height"), get("width"), get("num_frames"), get("num_inference_steps"))
-
-    @classmethod
-    def parse(
-        cls,
-        budgets: Mapping[str, int | str | None],
-        workload: Mapping[str, int | None],
-        *,
-        profile: bool,
-        pin_memory: bool | int,
-    ) -> Request:
-        """From the arguments of `enable_omni_offload`, by their names. TypeError or ValueError names the argument."""
-        given = {name: value for name, value in workload.items() if value is not None}
-        for name, value in given.items():
-            integer(name, value, minimum=1)
-        sizes = {name: None if value is None else parse_bytes(name, value) for name, value in budgets.items()}
-        return cls(**sizes, workload=given, keeps_profile=profile, pin_memory=pin_memory)
 
 
 class Automatic:
@@ -107,6 +64,8 @@ class Automatic:
     Attributes:
         problem: what is known by now.
         prediction: the choice that was made last, and what it takes.
+        better: a choice of other kinds that was found to be faster; None if there is none.
+        renew: called before each call of the pipeline; see `handle.Automatic`.
     """
 
     def __init__(
@@ -120,6 +79,9 @@ class Automatic:
         # The backend has this, and mustn't be kept by a handle that has it, too.
         self._backend: Callable[[], PlanBackend | None] = lambda: None
         self._pipe: Callable[[], Any] = lambda: None
+        self.better: Prediction | None = None
+        self.renew: Callable[[], None] = lambda: None
+        self._most_allocated = 0
         self._forwards: Counter[str] = Counter()
         self._is_settled = self._was_relieved = False
 
@@ -186,7 +148,25 @@ class Automatic:
             # Started anew with the peaks of memory, which are activations.
             backend.records.counts_peaks = True
             backend.records.start()
+
+    def announce(self) -> None:
+        """Say what was chosen, and why."""
         self._say("chosen from sizes and the link" if not self._is_known() else "chosen from what was measured before")
+
+    def detach(self) -> None:
+        """Leave the offload as it is."""
+        backend = self._enabled()
+        backend.runner.after_entry = backend.runner.relief = backend.after_call = backend.after_change = None
+        backend.records.counts_peaks = False
+        for handle in users(backend):
+            handle.automatic = None
+
+    def take_better(self) -> OffloadConfig:
+        """The configuration of `better`, which is the choice from now on."""
+        assert self.better is not None
+        self.prediction, self.better = self.better, None
+        self._is_settled = False
+        return self.config
 
     # ------------------------------------------------------------------ while the pipeline runs
 
@@ -204,6 +184,8 @@ class Automatic:
     def _after_call(self) -> None:
         """A call has ended without an error."""
         records = self._enabled().records
+        if self._is_settled:
+            self._watch_the_budget()
         if self._is_settled or records.is_waiting or records.first_call is None:
             return
         recorder = records.first_call
@@ -228,6 +210,40 @@ class Automatic:
         if is_whole:
             self._profile.keep_measured(self._key, measured)
         self._choose_anew(measured, calls=int(is_whole))
+        self._most_allocated = self._platform.peak_bytes()
+        if is_whole:
+            self._look_for_better_kinds()
+
+    def _look_for_better_kinds(self) -> None:
+        """The kinds were chosen when nobody knew how long the compute takes."""
+        with suppress(DoesNotFit):  # Which was said already.
+            best = choose(self.problem)
+            worth_it = best.call_seconds < self.prediction.call_seconds * (1 - _WORTH_ENABLING)
+            if worth_it and best.choice.kinds != self.prediction.choice.kinds:
+                self.better = best
+
+    def _watch_the_budget(self) -> None:
+        """A call took more than those before it, as larger images do: the next is to take less, and is measured."""
+        backend, most = self._enabled(), self._platform.peak_bytes()
+        others = self._platform.allocated_bytes() - backend.device_weights_nbytes()
+        excess = most - max(others, 0) - self.problem.device_nbytes
+        is_new, self._most_allocated = most > self._most_allocated, most
+        if not is_new or excess <= 0:
+            return
+        logger.warning(
+            "This call took %s more on the device than its budget of %s; the next one is measured.",
+            format_bytes(excess),
+            format_bytes(self.problem.device_nbytes),
+        )
+        runs = self.prediction.peak_in
+        components = tuple(
+            replace(part, activation_nbytes=part.activation_nbytes + excess) if part.path == runs else part
+            for part in self.problem.components
+        )
+        self.problem = replace(self.problem, components=components)
+        self._choose_anew(Measured(), calls=0, how="chosen anew, since a call took more than the budget")
+        self._is_settled = False
+        backend.records.start()
 
     def _after_change(self) -> None:
         """Weights have come, gone or grown, as a LoRA's do."""
@@ -319,32 +335,9 @@ class Automatic:
     # ------------------------------------------------------------------ what it says
 
     def _say(self, how: str) -> None:
-        choice = self.prediction.choice
-        words = {"resident": "on the device", "module": "swapped", "layer": "streamed"}
-        parts = []
-        for component in self.problem.components:
-            what = words[choice.kinds[component.path]]
-            if choice.kinds[component.path] == "layer":
-                what += f", {choice.residents.get(component.path, 0)} of {len(component.blocks)} blocks stay"
-            parts.append(f"{component.path} {what}")
-        logger.info("auto, %s: %s.", how, "; ".join(parts))
-        logger.info("why: %s.", "; ".join(self._reasons()))
-        logger.info("by hand: %s", choice.as_call(other_arguments(self.config, self._platform.device)))
-
-    def _reasons(self) -> Sequence[str]:
-        rates, prediction = self.problem.rates, self.prediction
-        reasons = [
-            f"{format_bytes(prediction.peak_nbytes)} of {format_bytes(self.problem.device_nbytes)} at the most"
-            + (f" (in {prediction.peak_in})" if prediction.peak_in else ""),
-            f"the link gives {rates.link_bytes_per_s / 1e9:.3g} GB/s ({rates.source})",
-        ]
-        for path in self._streamed():
-            step = prediction.steps[path]
-            if step.compute_seconds:
-                reasons.append(f"a forward of {path} takes {format_seconds(step.seconds)}, {step.bound}-bound")
-            elif step.copy_seconds:
-                reasons.append(f"the copies of a forward of {path} take {format_seconds(step.copy_seconds)}")
-        return reasons
+        others = other_arguments(self.config, self._platform.device)
+        for line in explain(self.problem, self.prediction, how, others):
+            logger.info("%s", line)
 
     # ------------------------------------------------------------------ what there is
 

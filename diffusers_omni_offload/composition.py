@@ -94,6 +94,8 @@ def composed_class(cls: type) -> type:
     @functools.wraps(cls.__call__)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         handle = require_handle(self)
+        if handle.automatic is not None:
+            handle.automatic.renew()
         args = tuple(_with_edits(value, handle) if i in positions else value for i, value in enumerate(args))
         kwargs = {name: _with_edits(value, handle) if name in _CALLBACKS else value for name, value in kwargs.items()}
         agree = functools.partial(handle.backend.agree_on_call, cls.__name__, signature, args, kwargs)

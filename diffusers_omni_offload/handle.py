@@ -41,7 +41,19 @@ def require_handle(pipe: Any) -> OffloadHandle:
 
 
 class Automatic(Protocol):
-    """Looks after an offload that it has chosen."""
+    """Looks after an offload that it has chosen.
+
+    Attributes:
+        renew: offloads anew before the next call, if something else was found to be faster.
+    """
+
+    renew: Callable[[], None]
+
+    def attach(self, handle: OffloadHandle) -> None:
+        """Look after the offload of this handle."""
+
+    def detach(self) -> None:
+        """Leave the offload as it is."""
 
     @property
     def request(self) -> Any:
@@ -76,14 +88,18 @@ class OffloadHandle:
         backend: PlanBackend,
         disable: Callable[[Any], None],
     ) -> None:
+        self.automatic: Automatic | None = None
+        self._disable = disable
+        self.bind(pipeline, config, plan, backend)
+
+    def bind(self, pipeline: Any, config: OffloadConfig, plan: ResolvedPlan, backend: PlanBackend) -> None:
+        """Stand for this offload from now on. Its counters begin with it."""
         self.config = config
         self.plan = plan
-        self.automatic: Automatic | None = None
         self._backend: PlanBackend | None = backend
         self._last_counters = Counters()
         self._remains: Callable[[], PlanBackend | None] = lambda: None
         self._pipeline = weakref.ref(pipeline, self._let_go)
-        self._disable = disable
         self._modules = dict(iterate_modules(pipeline))
         self._offloaded = set(plan.offloaded_paths)
 

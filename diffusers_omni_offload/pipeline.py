@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from diffusers_omni_offload.advice import what_fits
-from diffusers_omni_offload.automatic import Automatic, Request
+from diffusers_omni_offload.automatic import Automatic
 from diffusers_omni_offload.backends import DelegatedBackend, PlanBackend, get_offload_backend, is_delegated, preflight
 from diffusers_omni_offload.backends.distributed import tell_other_ranks
 from diffusers_omni_offload.checks import one_of
 from diffusers_omni_offload.composition import composed_class, stock_class
 from diffusers_omni_offload.config import MODES, OffloadConfig, OffloadStrategy
-from diffusers_omni_offload.handle import HANDLE_ATTRIBUTE, OffloadHandle, omni_offload
+from diffusers_omni_offload.handle import HANDLE_ATTRIBUTE, OffloadHandle, omni_offload, require_handle
 from diffusers_omni_offload.hooks import COMPONENT_HOOK, owned_hook
 from diffusers_omni_offload.messages import logger
 from diffusers_omni_offload.parallel import with_parallel_facts
+from diffusers_omni_offload.planning.request import Request
 from diffusers_omni_offload.platform import platform_for, resolve_device
 from diffusers_omni_offload.registry import adapter_for
 from diffusers_omni_offload.siblings import (
@@ -137,15 +140,49 @@ def _enable_automatically(pipe: Any, request: Request, device: torch.device) -> 
     for other in owners(modules, besides=own):
         for sibling in users(other):
             if sibling.automatic is not None and sibling.automatic.request == request:
-                joined = enable_from_config(pipe, other.config, device=device)
-                joined.automatic = sibling.automatic
-                return joined
+                return _join_automatically(pipe, sibling, device)
     declarations = adapter_for(stock_class(type(pipe)))
     spare = 0 if handle is None else handle.device_bytes
     automatic = Automatic.prepare(pipe, request, device, declarations=declarations, spare=spare)
     handle = enable_from_config(pipe, automatic.config, device=device)
     automatic.attach(handle)
+    automatic.renew = partial(_renew, handle, automatic)
+    automatic.announce()
     return handle
+
+
+def _join_automatically(pipe: Any, sibling: OffloadHandle, device: torch.device) -> OffloadHandle:
+    """Let the pipeline use what "auto" has chosen for another one; it may have fewer components."""
+    backend, own = sibling.backend, dict(iterate_modules(pipe))
+    config = replace(
+        backend.config,
+        choices={path: choice for path, choice in backend.config.choices.items() if path in own},
+        layer_options={path: options for path, options in backend.config.layer_options.items() if path in own},
+    )
+    plan = _resolve(pipe, config)
+    require_same(backend, backend.config, device, plan)
+    joined = _join(pipe, backend.config, plan, backend)
+    joined.automatic = sibling.automatic
+    return joined
+
+
+def _renew(handle: OffloadHandle, automatic: Automatic) -> None:
+    """Before a call: change the kinds of components, if "auto" has found that others are faster."""
+    pipe = handle.pipeline()
+    if automatic.better is None or pipe is None or not handle.is_enabled():
+        return
+    backend = handle.backend
+    if backend.scope.is_open or users(backend, besides=handle):
+        return
+    config, device = automatic.take_better(), backend.device
+    plan = _resolve(pipe, config)
+    _reconfigure(pipe, handle, config, plan, device)
+    renewed = require_handle(pipe)
+    handle.bind(pipe, config, plan, renewed.backend)
+    vars(pipe)[HANDLE_ATTRIBUTE] = handle
+    register(handle)
+    automatic.attach(handle)
+    automatic.announce()
 
 
 def enable_from_config(
@@ -169,6 +206,8 @@ def enable_from_config(
         config = with_parallel_facts(config, dict(iterate_modules(pipe)))
     handle = omni_offload(pipe)
     if handle is not None and handle.config == config and handle.backend.device == where:
+        if handle.automatic is not None:
+            handle.automatic.detach()
         return handle
     try:
         plan, other = _checked(pipe, config, where, handle)
@@ -286,7 +325,9 @@ def _reconfigure(
         return _enable(pipe, config, plan, device)
     except BaseException:
         if omni_offload(pipe) is None:
-            _enable(pipe, handle.config, old_plan, old_device)
+            restored = _enable(pipe, handle.config, old_plan, old_device)
+            if handle.automatic is not None:
+                handle.automatic.attach(restored)
         raise
 
 

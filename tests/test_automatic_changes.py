@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import WanPipeline
 
+from diffusers_omni_offload.backends import PlanBackend
+from diffusers_omni_offload.backends.keeping import Keeping
+from diffusers_omni_offload.backends.masters import Masters
+from diffusers_omni_offload.backends.residency import Residency
+from diffusers_omni_offload.streaming.streamer import Streamer
+from diffusers_omni_offload.weights.packed import PackedMaster
 from tests import tiny
 from tests.benchmarks.stacks import StackPipeline
 from tests.equality import assert_equal_outputs, assert_no_hazards, outputs
@@ -168,3 +175,127 @@ def test_the_rest_of_a_call_is_no_call(slow_link: torch.device, sim: ModuleType)
     assert [component.forwards for component in handle.automatic.problem.components] == [10]
     (found,) = handle.report().components
     assert found.seconds == pytest.approx(found.predicted_seconds, rel=0.05)
+
+
+@pytest.mark.parametrize("moment", ["realize", "retire", "readmit", "take_back", "place", "remove"])
+@pytest.mark.parametrize("count", [2, 9])
+def test_an_interrupt_while_blocks_change_leaves_a_pipeline_that_runs(
+    slow_link: torch.device, sim: ModuleType, monkeypatch: pytest.MonkeyPatch, moment: str, count: int
+) -> None:
+    expected, pipe = resident(slow_link), stack()
+    handle = pipe.enable_omni_offload("auto", memory_budget=BUDGET)
+    pipe(steps=STEPS)
+    assert residents(handle) == [6]
+    owner = {
+        "realize": PackedMaster,
+        "retire": Streamer,
+        "readmit": Streamer,
+        "take_back": Residency,
+        "place": Residency,
+        "remove": Masters,
+    }[moment]
+    original, calls = getattr(owner, moment), []
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return original(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, moment, interrupted)
+        try:
+            Keeping(handle.backend).keep({"transformer": count}, 2)
+        except KeyboardInterrupt:
+            pass
+    for _ in range(2):
+        assert torch.equal(pipe(steps=STEPS).cpu(), expected)
+    Keeping(handle.backend).keep({"transformer": 12}, 2)
+    Keeping(handle.backend).keep({"transformer": 1}, 2)
+    assert torch.equal(pipe(steps=STEPS).cpu(), expected)
+    assert_no_hazards(sim, f"interrupted in {moment}")
+
+
+def test_a_sibling_with_fewer_components_joins(slow_link: torch.device) -> None:
+    pipe, call = tiny.build_wan_i2v()
+    handle = pipe.enable_omni_offload("auto", memory_budget=704_911)
+    names = ("tokenizer", "text_encoder", "transformer", "vae", "scheduler")
+    other = WanPipeline(**{name: getattr(pipe, name) for name in names})
+    joined = other.enable_omni_offload("auto", memory_budget=704_911)
+    assert joined.backend is handle.backend and joined.automatic is handle.automatic
+    assert outputs(pipe, call, 1)
+
+
+def test_a_change_that_fails_leaves_auto_on(slow_link: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = stack()
+    automatic = pipe.enable_omni_offload("auto", memory_budget=BUDGET).automatic
+    pipe(steps=STEPS)
+    install, calls = PlanBackend.install, []
+
+    def fails_once(*arguments: Any) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("fragmented")
+        install(*arguments)
+
+    monkeypatch.setattr(PlanBackend, "install", fails_once)
+    for mode, options in (("auto", {"memory_budget": 2 * BUDGET}), ("layer", {})):
+        calls.clear()
+        with pytest.raises(torch.OutOfMemoryError):
+            pipe.enable_omni_offload(mode, **options)
+        assert pipe.omni_offload.automatic is automatic and pipe.omni_offload.backend.runner.relief is automatic
+    pipe(steps=STEPS)
+
+
+def test_a_larger_call_is_noticed(slow_link: torch.device) -> None:
+    pipe = stack()
+    handle = pipe.enable_omni_offload("auto", memory_budget=800_000)
+    pipe(steps=STEPS, tokens=8)
+    before = residents(handle)
+    with log_lines() as lines:
+        pipe(steps=STEPS, tokens=200)
+    assert any("more on the device than its budget" in line for line in lines)
+    assert residents(handle) < before
+    pipe(steps=STEPS, tokens=200)
+    assert peak(pipe, steps=STEPS, tokens=200) <= 800_000
+
+
+def test_by_hand_auto_is_let_go(slow_link: torch.device) -> None:
+    pipe = stack()
+    pipe.enable_omni_offload("auto", memory_budget=BUDGET)
+    handle = pipe.enable_omni_offload(components={"transformer": "layer"})
+    assert handle.automatic is None
+    pipe(steps=STEPS)
+    assert residents(handle) == [0]
+    handle = pipe.enable_omni_offload("auto", memory_budget=BUDGET)
+    pipe(steps=STEPS)
+    assert residents(handle) == [6] and handle.automatic.problem.components[0].forwards == STEPS
+
+
+def test_kinds_that_turn_out_to_be_faster_come_with_the_next_call(device: torch.device, sim: ModuleType) -> None:
+    """They were chosen when nobody knew how long the compute takes. The handle stays the same."""
+    sim.configure(flops_per_s=2e8, h2d_bytes_per_s=2e7)
+    pipe, call = tiny.build_wan_i2v()
+    expected = outputs(pipe.to(device), call, 1)
+    pipe, call = tiny.build_wan_i2v()
+    nbytes = sum(
+        leaf.nbytes
+        for part in pipe.components.values()
+        if isinstance(part, torch.nn.Module)
+        for leaf in part.parameters()
+    )
+    handle = pipe.enable_omni_offload(
+        "auto", memory_budget=int(0.7 * nbytes), activation_memory=int(0.05 * nbytes), num_inference_steps=2
+    )
+    first = dict(handle.automatic.prediction.choice.kinds)
+    outputs(pipe, call, 1)
+    better = handle.automatic.better
+    assert better is not None, first
+    with log_lines() as lines:
+        assert_equal_outputs(outputs(pipe, call, 1), expected, "other kinds")
+    assert handle is pipe.omni_offload and handle.is_enabled() and any("by hand" in line for line in lines)
+    assert handle.automatic.prediction.choice.kinds == better.choice.kinds != first
+    assert_equal_outputs(outputs(pipe, call, 1), expected, "other kinds")
+    assert_no_hazards(sim, "other kinds")
+    handle.disable()
+    assert all(parameter.device.type == "cpu" for parameter in pipe.transformer.parameters())

@@ -324,8 +324,6 @@ class PlanBackend(OffloadBackend):
         if has_changed:
             self._follow(stale)
             self.look_again()
-            if self.after_change is not None:
-                self.after_change()
         self.lora.expect_unmerging()
         if self.shared is not None:
             self.shared.require_slot()
@@ -336,6 +334,8 @@ class PlanBackend(OffloadBackend):
         with on_device(self.device):
             self.components.require_ours_throughout()
             self.masters.follow(stale)
+            if self.after_change is not None:
+                self.after_change()
             try:
                 self.residency.place(self.masters.held())
             except torch.OutOfMemoryError:
