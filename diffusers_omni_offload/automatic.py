@@ -21,9 +21,11 @@ from diffusers_omni_offload.measuring import measure_link
 from diffusers_omni_offload.messages import format_bytes, logger
 from diffusers_omni_offload.parallel import cache_of
 from diffusers_omni_offload.planning.assumptions import alike, assumed, resized
+from diffusers_omni_offload.planning.cautious import choose_something, with_the_fewest
 from diffusers_omni_offload.planning.costs import Problem
 from diffusers_omni_offload.planning.explaining import explain
 from diffusers_omni_offload.planning.measured import Measured, measure, with_measured
+from diffusers_omni_offload.planning.memory import fits
 from diffusers_omni_offload.planning.predicting import predict
 from diffusers_omni_offload.planning.prediction import Prediction
 from diffusers_omni_offload.planning.request import Request
@@ -63,6 +65,7 @@ class Automatic:
 
     Attributes:
         problem: what is known by now.
+        is_assumed: whether activations are only assumed.
         prediction: the choice that was made last, and what it takes.
         better: a choice of other kinds that was found to be faster; None if there is none.
         renew: called before each call of the pipeline; see `handle.Automatic`.
@@ -73,9 +76,10 @@ class Automatic:
     ) -> None:
         self.request, self.problem = request, problem
         self._platform, self._profile, self._key = platform, profile, key
-        self.prediction = choose(problem)
+        self.is_assumed = not (is_measured or request.activation_memory)
+        self.prediction = choose_something(problem, self.is_assumed)
         if not (is_measured or request.activation_memory or self._has_plenty()):
-            self.prediction = self._with_the_fewest()
+            self.prediction = with_the_fewest(self.problem, self.prediction.choice)
         # The backend has this, and mustn't be kept by a handle that has it, too.
         self._backend: Callable[[], PlanBackend | None] = lambda: None
         self._pipe: Callable[[], Any] = lambda: None
@@ -110,6 +114,10 @@ class Automatic:
         free = platform.free_bytes() + spare + _nbytes_on(pipe, device)
         budget = int(free * (1 - _MARGIN)) if request.memory_budget is None else min(request.memory_budget, free)
         costs, stacks = survey_blocks(pipe, declarations=declarations)
+        if not any(cost.may_swap or cost.blocks for cost in costs):
+            raise ValueError(
+                f"Nothing of this {type(pipe).__name__} can be offloaded: none of its components can move."
+            )
         components = assumed(costs, budget, request.workload.get("num_inference_steps"), request.activation_memory)
         if {"height", "width", "num_frames"} & set(request.workload) and not request.activation_memory:
             found = workload(pipe, stacks, request.call)
@@ -131,10 +139,6 @@ class Automatic:
     def config(self) -> OffloadConfig:
         """The configuration of the choice."""
         arguments = self.prediction.choice.arguments()
-        if not arguments:
-            # Everything fits. A handle has to hold something: the least of all.
-            least = min((part for part in self.problem.components if part.may_swap), key=lambda part: part.nbytes)
-            arguments = {"components": {least.path: "module"}}
         return OffloadConfig.from_options(None, **arguments, pin_memory=self.request.pin_memory)
 
     def attach(self, handle: OffloadHandle) -> None:
@@ -152,6 +156,18 @@ class Automatic:
     def announce(self) -> None:
         """Say what was chosen, and why."""
         self._say("chosen from sizes and the link" if not self._is_known() else "chosen from what was measured before")
+
+    def has_failed(self, path: str) -> None:
+        """See `Relief`. The next call is tried with a choice that leaves more room."""
+        with suppress(KeyError):
+            failed = self.problem.component(path)
+            free = self._platform.free_bytes()
+            grown = replace(failed, activation_nbytes=max(2 * failed.activation_nbytes, free))
+            parts = (grown if part is failed else part for part in self.problem.components)
+            self.problem = replace(self.problem, components=tuple(parts))
+            self._look_for_better_kinds()
+            if self.better is not None:
+                logger.warning("The device's memory is too short for %s; the next call gets other kinds.", path)
 
     def detach(self) -> None:
         """Leave the offload as it is."""
@@ -217,9 +233,10 @@ class Automatic:
     def _look_for_better_kinds(self) -> None:
         """The kinds were chosen when nobody knew how long the compute takes."""
         with suppress(DoesNotFit):  # Which was said already.
-            best = choose(self.problem)
-            worth_it = best.call_seconds < self.prediction.call_seconds * (1 - _WORTH_ENABLING)
-            if worth_it and best.choice.kinds != self.prediction.choice.kinds:
+            best = choose_something(self.problem, self.is_assumed)
+            now = predict(self.problem, self.prediction.choice)
+            worth_it = best.call_seconds < now.call_seconds * (1 - _WORTH_ENABLING)
+            if (worth_it or not fits(self.problem, now.choice)) and best.choice.kinds != now.choice.kinds:
                 self.better = best
 
     def _watch_the_budget(self) -> None:
@@ -272,7 +289,7 @@ class Automatic:
             path or "weights that came since",
         )
         backend.stages.give_up_all()
-        fewest = self._with_the_fewest().choice.residents
+        fewest = with_the_fewest(self.problem, self.prediction.choice).choice.residents
         self._keep({path: fewest.get(path, 0) for path in self._counts()}, 2)
         backend.streamer.release_slots()
         self._platform.return_freed_memory()
@@ -283,26 +300,16 @@ class Automatic:
         self._is_settled, self._was_relieved = False, True
         backend.records.start()
 
-    def _with_the_fewest(self) -> Prediction:
-        """The choice with as few residents as the host's limit allows, and two slots."""
-        choice = replace(self.prediction.choice, slots=2)
-        most = max(choice.residents.values(), default=0)
-        for count in range(most + 1):
-            residents = {path: min(count, kept) for path, kept in choice.residents.items() if count}
-            found = predict(self.problem, replace(choice, residents=residents))
-            if self.problem.host_nbytes is None or found.host_nbytes <= self.problem.host_nbytes:
-                return found
-        return predict(self.problem, choice)
-
     def _choose_anew(self, measured: Measured, calls: int, how: str = "chosen anew from what was measured") -> None:
         """Residents and slots for what is known now; kinds stay."""
         kinds = self.prediction.choice.kinds
         self.problem = alike(with_measured(self.problem, measured, calls=calls))
+        self.is_assumed = self.is_assumed and not measured.components
         try:
             found = choose(self.problem, kinds)
         except DoesNotFit as error:
-            logger.warning("%s Nothing is kept on the device meanwhile.", str(error))
-            found = self._with_the_fewest()
+            logger.warning("As it is offloaded now: %s Nothing is kept on the device meanwhile.", str(error))
+            found = with_the_fewest(self.problem, self.prediction.choice)
         before = predict(self.problem, self.prediction.choice)
         is_as_fast = before.call_seconds <= found.call_seconds * (1 + _WORTH_IT)
         if is_as_fast and before.peak_nbytes <= self.problem.device_nbytes:
@@ -336,7 +343,7 @@ class Automatic:
 
     def _say(self, how: str) -> None:
         others = other_arguments(self.config, self._platform.device)
-        for line in explain(self.problem, self.prediction, how, others):
+        for line in explain(self.problem, self.prediction, how, others, is_assumed=self.is_assumed):
             logger.info("%s", line)
 
     # ------------------------------------------------------------------ what there is

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -45,7 +46,8 @@ class Profile:
         """The link to a device, by the device's name; None if it wasn't measured."""
         found = self._read()["devices"].get(device)
         with suppress(TypeError, ValueError, KeyError):
-            return Rates(float(found["link_bytes_per_s"]), float(found["copy_latency_s"]), "profile")
+            rate, latency = _number(found["link_bytes_per_s"]), _number(found["copy_latency_s"])
+            return Rates(rate, latency, "profile") if rate else None
         return None
 
     def keep_rates(self, device: str, rates: Rates) -> None:
@@ -60,12 +62,13 @@ class Profile:
     def measured(self, key: str) -> Measured | None:
         """What was measured of a pipeline, by `pipeline_key`; None if nothing was."""
         found = self._read()["pipelines"].get(key)
-        with suppress(TypeError, ValueError, KeyError):
+        with suppress(TypeError, ValueError, KeyError, AttributeError):
             components = {
-                path: MeasuredComponent(**{**figures, "block_seconds": tuple(figures["block_seconds"])})
+                str(path): MeasuredComponent(**{name: _figure(value) for name, value in figures.items()})
                 for path, figures in found["components"].items()
             }
-            return Measured(**{**found, "components": components})
+            others = {name: _number(value) for name, value in found.items() if name != "components"}
+            return Measured(components, **others)
         return None
 
     def keep_measured(self, key: str, measured: Measured) -> None:
@@ -98,6 +101,7 @@ class Profile:
             temporary.replace(self.path)
         except OSError as error:
             logger.warning("The profile %s can't be written: %s.", self.path, str(error))
+            temporary.unlink(missing_ok=True)
 
 
 def pipeline_key(device: str, components: tuple[ComponentCost, ...], workload: Mapping[str, Any]) -> str:
@@ -117,3 +121,16 @@ def _is_ours(content: Any) -> bool:
         and content.get("version") == _VERSION
         and all(isinstance(content.get(name), dict) for name in ("devices", "pipelines"))
     )
+
+
+def _figure(value: Any) -> Any:
+    return tuple(map(_number, value)) if isinstance(value, list) else _number(value)
+
+
+def _number(value: Any) -> Any:
+    """A finite number that isn't negative, as all figures are. TypeError or ValueError for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{value!r} is no number.")
+    if not math.isfinite(value) or value < 0:
+        raise ValueError(f"{value!r} is no figure.")
+    return value

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from diffusers_omni_offload.backends.attempts import Relief, run_with_relief
 from diffusers_omni_offload.messages import format_bytes, logger
 from diffusers_omni_offload.streaming.guard import Edited
 from diffusers_omni_offload.streaming.scope import CallScope
@@ -19,16 +20,6 @@ from diffusers_omni_offload.streaming.streamer import Streamer
 
 #: After so many entries of a DiT outside of any call, the user is told what that costs.
 _STRAY_ENTRIES = 3
-
-
-class Relief(Protocol):
-    """Makes room on the device."""
-
-    def can_make_room(self, path: str) -> bool:
-        """Whether anything could leave the device so that the component at `path` may be run once more."""
-
-    def make_room(self, path: str) -> None:
-        """Let it leave."""
 
 
 class ComponentRunner:
@@ -89,7 +80,11 @@ class ComponentRunner:
                 self.before_entry(path)
             is_outermost = not self._running and not self._stages.is_running and not self._streamer.is_running
             enter = partial(self._enter, path, stage, function, args, kwargs)
-            output = self._once_more(path, self.relief, enter) if is_outermost and self.relief is not None else enter()
+            if is_outermost and self.relief is not None:
+                device = self._streamer.platform.device
+                output = run_with_relief(path, self.relief, device, enter, args, kwargs)
+            else:
+                output = enter()
             if is_outermost and self.after_entry is not None:
                 self.after_entry(path)
             return output
@@ -101,20 +96,6 @@ class ComponentRunner:
             if stage.group == "vae":
                 self.spare_memory(stage)
             return self._stage_runner.run(stage, function, args, kwargs)
-
-    def _once_more(self, path: str, relief: Relief, enter: Callable[[], Any]) -> Any:
-        """Run something that may find the device's memory short: once more, if room can be made."""
-        try:
-            return enter()
-        except torch.OutOfMemoryError as error:
-            if not relief.can_make_room(path):
-                raise
-            first = error.with_traceback(None)  # The frames of the failed attempt hold its tensors.
-        relief.make_room(path)
-        try:
-            return enter()
-        except torch.OutOfMemoryError as error:
-            raise error from first
 
     @torch.compiler.disable
     def is_inside(self, path: str) -> bool:

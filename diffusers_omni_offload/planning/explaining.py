@@ -13,7 +13,9 @@ from diffusers_omni_offload.planning.times import format_seconds
 _WORDS = {"resident": "on the device", "module": "swapped", "layer": "streamed"}
 
 
-def explain(problem: Problem, prediction: Prediction, how: str, others: Mapping[str, Any]) -> tuple[str, str, str]:
+def explain(
+    problem: Problem, prediction: Prediction, how: str, others: Mapping[str, Any], *, is_assumed: bool
+) -> tuple[str, str, str]:
     """The lines.
 
     Args:
@@ -21,6 +23,7 @@ def explain(problem: Problem, prediction: Prediction, how: str, others: Mapping[
         prediction: what was chosen.
         how: what led to it.
         others: arguments of `enable_omni_offload` besides those of the choice.
+        is_assumed: whether activations are only assumed.
     """
     choice = prediction.choice
     parts = []
@@ -31,15 +34,16 @@ def explain(problem: Problem, prediction: Prediction, how: str, others: Mapping[
         parts.append(f"{component.path} {what}")
     return (
         f"auto, {how}: {'; '.join(parts)}.",
-        f"why: {'; '.join(_reasons(problem, prediction))}.",
+        f"why: {'; '.join(_reasons(problem, prediction, is_assumed))}.",
         f"by hand: {choice.as_call(others)}",
     )
 
 
-def _reasons(problem: Problem, prediction: Prediction) -> list[str]:
+def _reasons(problem: Problem, prediction: Prediction, is_assumed: bool) -> list[str]:
     rates = problem.rates
     reasons = [
         f"{format_bytes(prediction.peak_nbytes)} of {format_bytes(problem.device_nbytes)} at the most"
+        + (" with assumed activations" if is_assumed else "")
         + (f" (in {prediction.peak_in})" if prediction.peak_in else ""),
         f"the link gives {rates.link_bytes_per_s / 1e9:.3g} GB/s ({rates.source})",
     ]

@@ -44,7 +44,7 @@ def device_refusal(problem: Problem, choice: Choice) -> DoesNotFit:
     hints = [
         *_about_activations(runs, missing),
         *_about_what_stays(problem, choice, missing),
-        *([f"slots=1, which saves {format_bytes(slots // choice.slots)}"] if slots else []),
+        *([f"slots=1, chosen by hand, which saves {format_bytes(slots // choice.slots)}"] if slots else []),
         "quantized weights",
     ]
     message = (
