@@ -22,6 +22,7 @@ from diffusers_omni_offload.messages import format_bytes, logger
 from diffusers_omni_offload.parallel import cache_of
 from diffusers_omni_offload.planning.assumptions import alike, assumed, resized
 from diffusers_omni_offload.planning.cautious import choose_something, with_the_fewest
+from diffusers_omni_offload.planning.choice import Choice
 from diffusers_omni_offload.planning.costs import Problem
 from diffusers_omni_offload.planning.explaining import explain
 from diffusers_omni_offload.planning.measured import Measured, measure, with_measured
@@ -84,10 +85,12 @@ class Automatic:
         self._backend: Callable[[], PlanBackend | None] = lambda: None
         self._pipe: Callable[[], Any] = lambda: None
         self.better: Prediction | None = None
+        # Number of a forward -> the choice that was on since.
+        self._choices: list[tuple[int, Choice]] = []
         self.renew: Callable[[], None] = lambda: None
         self._most_allocated = 0
         self._forwards: Counter[str] = Counter()
-        self._is_settled = self._was_relieved = False
+        self._is_settled = False
 
     @classmethod
     def prepare(
@@ -146,12 +149,21 @@ class Automatic:
         backend = handle.backend
         self._backend, self._pipe = weakref.ref(backend), handle.pipeline
         handle.automatic = self
+        self._choices = [(0, self.prediction.choice)]
         if self._platform.is_asynchronous:  # On the CPU nothing overlaps, and memory isn't counted.
             backend.runner.after_entry, backend.runner.relief = self._after_entry, self
             backend.after_call, backend.after_change = self._after_call, self._after_change
             # Started anew with the peaks of memory, which are activations.
             backend.records.counts_peaks = True
             backend.records.start()
+
+    @property
+    def recorded(self) -> Prediction:
+        """What was on in the last forward that was recorded, and what it takes."""
+        recorder = self._enabled().records.first_call
+        last = -1 if recorder is None else recorder.forward
+        choices = [choice for since, choice in self._choices if since <= last]
+        return predict(self.problem, choices[-1] if choices else self.prediction.choice)
 
     def announce(self) -> None:
         """Say what was chosen, and why."""
@@ -212,16 +224,13 @@ class Automatic:
             peak_nbytes=recorder.peak_nbytes,
             since=recorder.steady_from,
         )
-        if self._was_relieved:
+        if not recorder.calls:
             # The rest of a call: the next one is measured as a whole.
-            self._was_relieved = False
             self._choose_anew(measured, calls=0)
-            records.start()
+            self._record_anew()
             return
         # A forward by itself, in a loop of the caller's, doesn't say how many there are.
-        is_whole = any(
-            measured.components[path].forwards > 1 for path in self._streamed() if path in measured.components
-        )
+        is_whole = any(component.forwards > 1 for component in measured.components.values())
         self._is_settled = True
         if is_whole:
             self._profile.keep_measured(self._key, measured)
@@ -260,7 +269,7 @@ class Automatic:
         self.problem = replace(self.problem, components=components)
         self._choose_anew(Measured(), calls=0, how="chosen anew, since a call took more than the budget")
         self._is_settled = False
-        backend.records.start()
+        self._record_anew()
 
     def _after_change(self) -> None:
         """Weights have come, gone or grown, as a LoRA's do."""
@@ -297,8 +306,8 @@ class Automatic:
         available = backend.device_weights_nbytes() + self._platform.free_bytes()
         self.problem = replace(self.problem, device_nbytes=min(self.problem.device_nbytes, available))
         # What it takes is measured, and the call chosen anew at its end.
-        self._is_settled, self._was_relieved = False, True
-        backend.records.start()
+        self._is_settled = False
+        self._record_anew()
 
     def _choose_anew(self, measured: Measured, calls: int, how: str = "chosen anew from what was measured") -> None:
         """Residents and slots for what is known now; kinds stay."""
@@ -321,6 +330,9 @@ class Automatic:
             self._keep(counts, found.choice.slots)
         except torch.OutOfMemoryError:
             self.make_room("the blocks that were to stay")
+        recorder = self._enabled().records.first_call
+        if recorder is not None:
+            self._choices.append((recorder.forward + 1, self.prediction.choice))
         self._say(how)
 
     def _keep(self, counts: Mapping[str, int], slots: int) -> None:
@@ -353,6 +365,10 @@ class Automatic:
         assert backend is not None
         return backend
 
+    def _record_anew(self) -> None:
+        self._enabled().records.start()
+        self._choices = [(0, self.prediction.choice)]
+
     def _counts(self) -> dict[str, int]:
         """Path of a component with a stack that may keep blocks -> how many it keeps now."""
         plan = self._enabled().plan
@@ -365,10 +381,6 @@ class Automatic:
         plan = self._enabled().plan
         stacks = () if plan is None else plan.stacks
         return {stack.component: [stack.path(index) for index in range(len(stack.blocks))] for stack in stacks}
-
-    def _streamed(self) -> list[str]:
-        kinds = self.prediction.choice.kinds
-        return [component.path for component in self.problem.components if kinds[component.path] == "layer"]
 
     def _is_known(self) -> bool:
         """Whether the compute of some block is."""

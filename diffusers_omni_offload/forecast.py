@@ -224,7 +224,7 @@ class OffloadForecast:
         if self._dit is not None:
             yield f"Forwards are those of {self._dit.path}"
         rates = self.problem.rates
-        yield f"Link: {rates.link_bytes_per_s / 1e9:.1f} GB/s, {rates.source}"
+        yield f"Link: {rates.link_bytes_per_s / 1e9:.3g} GB/s, {rates.source}"
         if self.workload is not None:
             yield f"A call: {self.workload}"
         if self.knows_compute and not self.operations_per_s:

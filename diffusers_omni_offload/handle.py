@@ -67,6 +67,10 @@ class Automatic(Protocol):
     def prediction(self) -> Prediction:
         """What was chosen, and what it takes."""
 
+    @property
+    def recorded(self) -> Prediction:
+        """The same of what was on when the last forward was recorded."""
+
 
 class OffloadHandle:
     """A pipeline's offload: its configuration, plan and counters, and the way to turn it off.
@@ -205,9 +209,10 @@ class OffloadHandle:
             blocks = {
                 stack.component: [stack.path(index) for index in range(len(stack.blocks))] for stack in self.plan.stacks
             }
-            measured = measure(recorder.spans(), blocks, peak_nbytes=recorder.peak_nbytes, since=recorder.steady_from)
+            peak = max(0, recorder.peak_nbytes - recorder.others)
+            measured = measure(recorder.spans(), blocks, peak_nbytes=peak, since=recorder.steady_from)
         if self.automatic is not None:
-            problem, prediction = self.automatic.problem, self.automatic.prediction
+            problem, prediction = self.automatic.problem, self.automatic.recorded
         else:
             problem, prediction = expectation(self._pipeline(), self.plan, self.config, platform)
         return make_report(
@@ -218,6 +223,7 @@ class OffloadHandle:
             problem=problem,
             prediction=prediction,
             others=other_arguments(self.config, backend.device),
+            later=None if self.automatic is None else self.automatic.prediction.choice,
         )
 
     @property

@@ -144,7 +144,7 @@ def _enable_automatically(pipe: Any, request: Request, device: torch.device) -> 
     declarations = adapter_for(stock_class(type(pipe)))
     spare = 0 if handle is None else handle.device_bytes
     automatic = Automatic.prepare(pipe, request, device, declarations=declarations, spare=spare)
-    handle = enable_from_config(pipe, automatic.config, device=device)
+    handle = _enable_as(pipe, automatic.config, device, residents_may_leave=True)
     automatic.attach(handle)
     automatic.renew = partial(_renew, handle, automatic)
     automatic.announce()
@@ -166,6 +166,10 @@ def _join_automatically(pipe: Any, sibling: OffloadHandle, device: torch.device)
     return joined
 
 
+def _with_moving_residents(plan: ResolvedPlan) -> ResolvedPlan:
+    return replace(plan, stacks=tuple(replace(stack, residents_may_leave=True) for stack in plan.stacks))
+
+
 def _renew(handle: OffloadHandle, automatic: Automatic) -> None:
     """Before a call: change the kinds of components, if "auto" has found that others are faster."""
     pipe = handle.pipeline()
@@ -175,7 +179,7 @@ def _renew(handle: OffloadHandle, automatic: Automatic) -> None:
     if backend.scope.is_open or users(backend, besides=handle):
         return
     config, device = automatic.take_better(), backend.device
-    plan = _resolve(pipe, config)
+    plan = _with_moving_residents(_resolve(pipe, config))
     _reconfigure(pipe, handle, config, plan, device)
     renewed = require_handle(pipe)
     handle.bind(pipe, config, plan, renewed.backend)
@@ -201,7 +205,12 @@ def enable_from_config(
     Raises:
         ValueError, TypeError, RuntimeError: as of `enable_omni_offload`. The pipeline is untouched then.
     """
-    where = resolve_device(device)
+    return _enable_as(pipe, config, resolve_device(device))
+
+
+def _enable_as(
+    pipe: Any, config: OffloadConfig, where: torch.device, *, residents_may_leave: bool = False
+) -> OffloadHandle:
     if config.strategy is OffloadStrategy.DISTRIBUTED_LAYERWISE:
         config = with_parallel_facts(config, dict(iterate_modules(pipe)))
     handle = omni_offload(pipe)
@@ -211,6 +220,8 @@ def enable_from_config(
         return handle
     try:
         plan, other = _checked(pipe, config, where, handle)
+        if residents_may_leave:
+            plan = _with_moving_residents(plan)
     except BaseException as error:
         tell_other_ranks(config, dict(iterate_modules(pipe)), error)
         raise

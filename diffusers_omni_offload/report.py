@@ -9,6 +9,7 @@ from typing import Any
 
 from diffusers_omni_offload.backends.base import Counters
 from diffusers_omni_offload.messages import format_bytes
+from diffusers_omni_offload.planning.choice import Choice
 from diffusers_omni_offload.planning.costs import ComponentCost, Problem
 from diffusers_omni_offload.planning.measured import Measured, MeasuredComponent
 from diffusers_omni_offload.planning.memory import StackSizes
@@ -74,6 +75,7 @@ class OffloadReport:
         expected_link_bytes_per_s: the rate that the prediction was made with.
         expected_link_source: where that is from: "measured", "profile", "given" or "assumed".
         call: the line of Python that asks for these modes; None if there was no prediction.
+        later_call: the same for the modes that were chosen since; None if they are the same.
     """
 
     device: str
@@ -89,6 +91,7 @@ class OffloadReport:
     expected_link_bytes_per_s: float | None = None
     expected_link_source: str | None = None
     call: str | None = None
+    later_call: str | None = None
 
     def table(self) -> Table:
         """A row for each component, and what concerns all of them below."""
@@ -160,6 +163,8 @@ class OffloadReport:
             yield "Predictions with ≥ have copies only: how long the compute takes isn't known."
         if self.call is not None:
             yield f"By hand: {self.call}"
+        if self.later_call is not None:
+            yield f"Chosen since then: {self.later_call}"
 
 
 def make_report(
@@ -171,6 +176,7 @@ def make_report(
     problem: Problem | None = None,
     prediction: Prediction | None = None,
     others: Mapping[str, Any] | None = None,
+    later: Choice | None = None,
 ) -> OffloadReport:
     """Measured figures beside predicted ones.
 
@@ -182,6 +188,7 @@ def make_report(
         problem: bytes of the components, and the link as it was expected to be.
         prediction: what was predicted of the modes that are on, for `problem`.
         others: arguments of `enable_omni_offload` besides those of the prediction's choice.
+        later: what was chosen since, if it is something else.
 
     Returns:
         The report, with the components of the problem first.
@@ -204,6 +211,7 @@ def make_report(
         expected_link_bytes_per_s=problem.rates.link_bytes_per_s if problem is not None else None,
         expected_link_source=problem.rates.source if problem is not None else None,
         call=prediction.choice.as_call(others) if prediction is not None else None,
+        later_call=None if later is None or prediction is None or later == prediction.choice else later.as_call(others),
     )
 
 

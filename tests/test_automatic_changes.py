@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
 
@@ -299,3 +300,58 @@ def test_kinds_that_turn_out_to_be_faster_come_with_the_next_call(device: torch.
     assert_no_hazards(sim, "other kinds")
     handle.disable()
     assert all(parameter.device.type == "cpu" for parameter in pipe.transformer.parameters())
+
+
+def test_blocks_that_may_leave_are_compiled_as_if_they_moved(slow_link: torch.device, compiler: None) -> None:
+    """Graphs would go on reading where they were."""
+    pipe = stack()
+    handle = pipe.enable_omni_offload("auto", memory_budget=2_000_000, activation_memory=1000)
+    assert residents(handle) == [12]
+    for module in (pipe.transformer, pipe.transformer.transformer_blocks[0]):
+        with pytest.raises(TypeError, match="CUDA graphs"):
+            module.compile(mode="reduce-overhead")
+
+
+def test_a_dit_whose_blocks_have_left_runs_in_one_scope_by_hand(slow_link: torch.device) -> None:
+    pipe = stack()
+    handle = pipe.enable_omni_offload("auto", memory_budget=2_000_000, activation_memory=1000)
+    Keeping(handle.backend).keep({"transformer": 0}, 2)
+    hidden_states, context = pipe.inputs(8, slow_link)
+    with torch.no_grad():
+        for _ in range(3):
+            pipe.transformer(hidden_states, context)
+    assert handle.demand_loads == 3
+
+
+def test_a_report_has_no_figures_of_another_choice(slow_link: torch.device) -> None:
+    others = torch.empty(2_000_000, dtype=torch.uint8, device=slow_link)
+    pipe = stack()
+    handle = pipe.enable_omni_offload("auto", memory_budget=BUDGET)
+    pipe(steps=2)
+    for _ in range(2):
+        report = handle.report()
+        (found,) = report.components
+        assert found.seconds is None or found.seconds == pytest.approx(found.predicted_seconds, rel=0.05)
+        pipe(steps=STEPS)
+    assert report.peak_nbytes == pytest.approx(report.predicted_peak_nbytes, rel=0.02)
+    del others
+
+
+def test_a_trace_inside_of_the_first_call_spoils_nothing(slow_link: torch.device) -> None:
+    others = torch.empty(1_000_000, dtype=torch.uint8, device=slow_link)
+    pipe, forwards, traces = stack(), [], ExitStack()
+    handle = pipe.enable_omni_offload("auto", memory_budget=BUDGET)
+
+    def trace(*_: Any) -> None:
+        forwards.append(1)
+        if len(forwards) == 3:
+            traces.enter_context(handle.trace())
+        if len(forwards) == 5:
+            traces.close()
+
+    pipe.transformer.transformer_blocks[4].register_forward_hook(trace)
+    for _ in range(2):
+        pipe(steps=8)
+    assert residents(handle) == [6]
+    assert [component.forwards for component in handle.automatic.problem.components] == [8]
+    del others

@@ -9,7 +9,7 @@ from diffusers_omni_offload.topology.plan import BlockStack, ResolvedComponent, 
 def component_rules(plan: ResolvedPlan, component: ResolvedComponent) -> CompileRules:
     """What is moved in between cuts a component, and what moves has no fixed address."""
     inside = set(component.module.modules())
-    streamed = [block for _, block in plan.streamed_blocks()]
+    streamed = [stack.blocks[index] for stack in plan.stacks for index in stack.moving]
     moving = [plan.module(path) for path in (*plan.swapped, *plan.on_demand)]
     return CompileRules(
         blocks=tuple(block for stack in plan.stacks for block in stack.blocks if block in inside),
@@ -19,7 +19,7 @@ def component_rules(plan: ResolvedPlan, component: ResolvedComponent) -> Compile
 
 def block_rules(stack: BlockStack, index: int) -> CompileRules:
     """A resident block stays where it is."""
-    return UNMOVED if index in stack.resident else MOVED
+    return MOVED if index in stack.moving else UNMOVED
 
 
 def require_continuable(plan: ResolvedPlan) -> None:
@@ -31,8 +31,9 @@ def require_continuable(plan: ResolvedPlan) -> None:
     for component in plan.components:
         require_compilable(component.module, component.path, component_rules(plan, component))
     for stack in plan.stacks:
-        for index in stack.resident:
+        for index in set(stack.resident) - set(stack.moving):
             require_compilable(stack.blocks[index], stack.path(index), UNMOVED)
-    for path, whole in (*plan.streamed_blocks(), *((path, plan.module(path)) for path in plan.swapped)):
+    moving = [(stack.path(index), stack.blocks[index]) for stack in plan.stacks for index in stack.moving]
+    for path, whole in (*moving, *((path, plan.module(path)) for path in plan.swapped)):
         for name, part in whole.named_modules(prefix=path):
             require_compilable(part, name, MOVED)

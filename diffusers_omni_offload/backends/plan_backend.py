@@ -197,8 +197,9 @@ class PlanBackend(OffloadBackend):
         offloaded = [*(unit.module for unit in units), *on_demand]
         for module in offloaded:
             self.residency.leave_out(module)
+        moving = {*offloaded, *(stack.blocks[index] for stack in plan.stacks for index in stack.moving)}
         for component in components:
-            is_still = set(offloaded).isdisjoint(component.module.modules())
+            is_still = moving.isdisjoint(component.module.modules())
             self.runner.add(component.path, plan.group(component), is_still=is_still)
         self.origins.realize(self.residency.leaves())
         self.masters.pack(units, self.residency.leaves, undo)

@@ -58,6 +58,8 @@ class Records:
         if self._trace is not None:
             raise RuntimeError("This pipeline's calls are being recorded already; end the other trace first.")
         self._trace = recorder = Recorder(self._streamer.platform, held=self._held)
+        if self.first_call is not None:
+            recorder.others = self.first_call.others
         self._record(recorder)
         if self.is_waiting:
             self.first_call = recorder  # It sees all that is needed for a verdict, and more.

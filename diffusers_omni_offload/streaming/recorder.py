@@ -42,6 +42,7 @@ class Recorder:
 
     Attributes:
         forward: number of the outermost component's forward that runs, or ran last; -1 before the first.
+        calls: how many calls have begun; none if it was made inside of one.
         others: device bytes that weren't the pipeline's when the call began.
         steady_from: number of the first forward since residents or slots were last changed.
     """
@@ -55,7 +56,7 @@ class Recorder:
         counts_peaks: bool = True,
     ) -> None:
         self._platform, self._held, self._counts_peaks = platform, held, counts_peaks
-        self.others = 0
+        self.others = self.calls = 0
         self._most_blocks = most_blocks
         self.forward = -1
         self.steady_from = 0
@@ -123,6 +124,7 @@ class Recorder:
 
     def begin_call(self) -> None:
         """A call begins: what is allocated beside weights isn't the pipeline's."""
+        self.calls += 1
         self.others = max(0, self._platform.allocated_bytes() - self._held())
 
     def run_component(

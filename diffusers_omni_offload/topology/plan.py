@@ -38,6 +38,7 @@ class BlockStack:
     resident: tuple[int, ...]
     nbytes: tuple[int, ...]
     options: LayerOptions = field(default_factory=LayerOptions)
+    residents_may_leave: bool = False
 
     def __post_init__(self) -> None:
         if not len(self.block_paths) == len(self.blocks) == len(self.nbytes):
@@ -57,6 +58,11 @@ class BlockStack:
         """Indices of the blocks that are streamed."""
         kept = set(self.resident)
         return tuple(index for index in range(len(self.blocks)) if index not in kept)
+
+    @property
+    def moving(self) -> tuple[int, ...]:
+        """Indices of the blocks that aren't where they are for good: the streamed ones, or all."""
+        return tuple(range(len(self.blocks))) if self.residents_may_leave else self.streamed
 
     @property
     def streamed_bytes(self) -> int:
