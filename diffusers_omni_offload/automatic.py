@@ -31,14 +31,12 @@ from diffusers_omni_offload.planning.predicting import predict
 from diffusers_omni_offload.planning.prediction import Prediction
 from diffusers_omni_offload.planning.request import Request
 from diffusers_omni_offload.planning.search import DoesNotFit, choose
-from diffusers_omni_offload.planning.survey import survey_blocks
+from diffusers_omni_offload.planning.survey import nbytes_on, survey_blocks
 from diffusers_omni_offload.planning.workload import with_workload, workload
 from diffusers_omni_offload.platform import Platform, platform_for
 from diffusers_omni_offload.profile import Profile, default_path, pipeline_key
 from diffusers_omni_offload.registry import adapter_for
 from diffusers_omni_offload.siblings import users
-from diffusers_omni_offload.topology.discovery import iterate_modules
-from diffusers_omni_offload.weights.leaves import find_leaves
 
 #: Of the free memory, what is left alone if there is no budget: allocators lose some between allocations.
 _MARGIN = 0.05
@@ -114,7 +112,7 @@ class Automatic:
         if rates is None:
             rates = measure_link(platform)
             profile.keep_rates(platform.name, rates)
-        free = platform.free_bytes() + spare + _nbytes_on(pipe, device)
+        free = platform.free_bytes() + spare + nbytes_on(pipe, device)
         budget = int(free * (1 - _MARGIN)) if request.memory_budget is None else min(request.memory_budget, free)
         costs, stacks = survey_blocks(pipe, declarations=declarations)
         if not any(cost.may_swap or cost.blocks for cost in costs):
@@ -389,14 +387,3 @@ class Automatic:
     def _has_plenty(self) -> bool:
         """Whether all weights fit into half of the budget, so that activations hardly can be too large."""
         return sum(component.nbytes for component in self.problem.components) <= self.problem.device_nbytes // 2
-
-
-def _nbytes_on(pipe: Any, device: torch.device) -> int:
-    """Bytes of a pipeline's weights that are on a device."""
-    seen: set[int] = set()
-    total = 0
-    for path, module in iterate_modules(pipe):
-        leaves = find_leaves(module, path, seen)
-        seen.update(id(leaf.tensor) for leaf in leaves)
-        total += sum(leaf.nbytes for leaf in leaves if leaf.tensor.device == device)
-    return total if device.type != "cpu" else 0

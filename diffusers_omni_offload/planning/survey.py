@@ -14,7 +14,7 @@ from diffusers_omni_offload.config import OffloadConfig, OffloadStrategy
 from diffusers_omni_offload.declarations import SupportsModelCpuOffload
 from diffusers_omni_offload.planning.costs import BlockCost, ComponentCost
 from diffusers_omni_offload.topology.choices import Choices
-from diffusers_omni_offload.topology.discovery import Discovery, discover
+from diffusers_omni_offload.topology.discovery import Discovery, discover, iterate_modules
 from diffusers_omni_offload.topology.findings import Findings
 from diffusers_omni_offload.topology.plan import BlockStack, ResolvedComponent
 from diffusers_omni_offload.topology.resolver import resolve_offload_plan
@@ -186,3 +186,14 @@ def _where(tensor: torch.Tensor) -> Hashable:
         return id(tensor)
     storage, start, stop = extent(tensor)
     return storage.data_ptr(), start, stop
+
+
+def nbytes_on(pipe: Any, device: torch.device) -> int:
+    """Bytes of a pipeline's weights that are on a device."""
+    seen: set[int] = set()
+    total = 0
+    for path, module in iterate_modules(pipe):
+        leaves = find_leaves(module, path, seen)
+        seen.update(id(leaf.tensor) for leaf in leaves)
+        total += sum(leaf.nbytes for leaf in leaves if leaf.tensor.device == device)
+    return total if device.type != "cpu" else 0
