@@ -27,7 +27,7 @@ from diffusers_omni_offload.loading import load_omni_pipeline
 from diffusers_omni_offload.phases import PhaseOffload
 from diffusers_omni_offload.pipeline import disable_omni_offload, enable_from_config, enable_omni_offload
 from diffusers_omni_offload.planner import plan_omni_offload
-from diffusers_omni_offload.planning.search import DoesNotFit
+from diffusers_omni_offload.planning.refusal import DoesNotFit
 from diffusers_omni_offload.registry import adapter_for, register_adapter, registered_pipelines
 from diffusers_omni_offload.report import OffloadReport
 from diffusers_omni_offload.topology.plan import BlockStack, ResolvedComponent, ResolvedPlan

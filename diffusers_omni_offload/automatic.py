@@ -21,7 +21,7 @@ from diffusers_omni_offload.measuring import measure_link
 from diffusers_omni_offload.messages import format_bytes, logger
 from diffusers_omni_offload.parallel import cache_of
 from diffusers_omni_offload.planning.assumptions import alike, assumed, resized
-from diffusers_omni_offload.planning.cautious import choose_something, with_the_fewest
+from diffusers_omni_offload.planning.cautious import choose_something, device_budget, with_the_fewest
 from diffusers_omni_offload.planning.choice import Choice
 from diffusers_omni_offload.planning.costs import Problem
 from diffusers_omni_offload.planning.explaining import explain
@@ -29,8 +29,9 @@ from diffusers_omni_offload.planning.measured import Measured, measure, with_mea
 from diffusers_omni_offload.planning.memory import fits
 from diffusers_omni_offload.planning.predicting import predict
 from diffusers_omni_offload.planning.prediction import Prediction
+from diffusers_omni_offload.planning.refusal import DoesNotFit
 from diffusers_omni_offload.planning.request import Request
-from diffusers_omni_offload.planning.search import DoesNotFit, choose
+from diffusers_omni_offload.planning.search import choose
 from diffusers_omni_offload.planning.survey import nbytes_on, survey_blocks
 from diffusers_omni_offload.planning.workload import with_workload, workload
 from diffusers_omni_offload.platform import Platform, platform_for
@@ -38,8 +39,6 @@ from diffusers_omni_offload.profile import Profile, default_path, pipeline_key
 from diffusers_omni_offload.registry import adapter_for
 from diffusers_omni_offload.siblings import users
 
-#: Of the free memory, what is left alone if there is no budget: allocators lose some between allocations.
-_MARGIN = 0.05
 #: A choice that is faster by less than this isn't worth a change of residents; nor, by less than that, one of kinds.
 _WORTH_IT, _WORTH_ENABLING = 0.01, 0.03
 #: The forward of a DiT that is measured: in the first one libraries are loaded and kernels chosen.
@@ -113,7 +112,7 @@ class Automatic:
             rates = measure_link(platform)
             profile.keep_rates(platform.name, rates)
         free = platform.free_bytes() + spare + nbytes_on(pipe, device)
-        budget = int(free * (1 - _MARGIN)) if request.memory_budget is None else min(request.memory_budget, free)
+        budget = device_budget(free, request.memory_budget)
         costs, stacks = survey_blocks(pipe, declarations=declarations)
         if not any(cost.may_swap or cost.blocks for cost in costs):
             raise ValueError(
@@ -158,7 +157,7 @@ class Automatic:
     @property
     def recorded(self) -> Prediction:
         """What was on in the last forward that was recorded, and what it takes."""
-        recorder = self._enabled().records.first_call
+        recorder = self._enabled().records.latest
         last = -1 if recorder is None else recorder.forward
         choices = [choice for since, choice in self._choices if since <= last]
         return predict(self.problem, choices[-1] if choices else self.prediction.choice)
@@ -167,7 +166,7 @@ class Automatic:
         """Say what was chosen, and why."""
         self._say("chosen from sizes and the link" if not self._is_known() else "chosen from what was measured before")
 
-    def has_failed(self, path: str) -> None:
+    def give_up(self, path: str) -> None:
         """See `Relief`. The next call is tried with a choice that leaves more room."""
         with suppress(KeyError):
             failed = self.problem.component(path)
@@ -212,9 +211,9 @@ class Automatic:
         records = self._enabled().records
         if self._is_settled:
             self._watch_the_budget()
-        if self._is_settled or records.is_waiting or records.first_call is None:
+        if self._is_settled or records.is_waiting or records.latest is None:
             return
-        recorder = records.first_call
+        recorder = records.latest
         measured = measure(
             recorder.spans(),
             self._blocks(),
@@ -328,7 +327,7 @@ class Automatic:
             self._keep(counts, found.choice.slots)
         except torch.OutOfMemoryError:
             self.make_room("the blocks that were to stay")
-        recorder = self._enabled().records.first_call
+        recorder = self._enabled().records.latest
         if recorder is not None:
             self._choices.append((recorder.forward + 1, self.prediction.choice))
         self._say(how)

@@ -8,7 +8,7 @@ import torch
 
 from diffusers_omni_offload.config import OffloadConfig
 from diffusers_omni_offload.planning.choice import Choice
-from diffusers_omni_offload.planning.costs import Problem, Rates
+from diffusers_omni_offload.planning.costs import ASSUMED_RATES, Problem
 from diffusers_omni_offload.planning.predicting import predict
 from diffusers_omni_offload.planning.prediction import Prediction
 from diffusers_omni_offload.planning.survey import survey
@@ -16,9 +16,6 @@ from diffusers_omni_offload.platform import Platform, resolve_device
 from diffusers_omni_offload.profile import Profile, default_path
 from diffusers_omni_offload.registry import adapter_for
 from diffusers_omni_offload.topology.plan import ResolvedPlan
-
-#: PCIe 4.0 with 16 lanes gives up to 26 GB/s, half as many lanes half of it.
-ASSUMED_RATES = Rates(16e9)
 
 
 def expectation(pipe: Any, plan: ResolvedPlan, config: OffloadConfig, platform: Platform) -> tuple[Problem, Prediction]:

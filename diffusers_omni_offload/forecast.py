@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from diffusers_omni_offload.config import SELECTORS
 from diffusers_omni_offload.messages import format_bytes
+from diffusers_omni_offload.planning.cautious import choose_something
 from diffusers_omni_offload.planning.choice import Choice
 from diffusers_omni_offload.planning.costs import ComponentCost, Problem
-from diffusers_omni_offload.planning.memory import StackSizes
+from diffusers_omni_offload.planning.memory import StackSizes, fits
 from diffusers_omni_offload.planning.predicting import predict
 from diffusers_omni_offload.planning.prediction import Prediction
-from diffusers_omni_offload.planning.search import DoesNotFit, choose
+from diffusers_omni_offload.planning.refusal import DoesNotFit
 from diffusers_omni_offload.planning.times import format_seconds
 from diffusers_omni_offload.planning.workload import Workload
 from diffusers_omni_offload.tables import Table
@@ -319,17 +320,13 @@ def _fixed(problem: Problem) -> Iterator[tuple[str, str, Choice]]:
 
 
 def _mode(problem: Problem, name: str, call: str, choice: Choice, memory_budget: int | None) -> ModeForecast:
-    found = predict(problem, choice)
-    fits = None
-    if memory_budget is not None:
-        host = problem.host_nbytes
-        fits = found.peak_nbytes <= memory_budget and (host is None or found.host_nbytes <= host)
-    return ModeForecast(name, call, found, _shares(problem, choice), fits)
+    does_fit = None if memory_budget is None else fits(problem, choice)
+    return ModeForecast(name, call, predict(problem, choice), _shares(problem, choice), does_fit)
 
 
 def _automatic(problem: Problem, memory_budget: int) -> ModeForecast:
     try:
-        choice = choose(problem).choice
+        choice = choose_something(problem, is_assumed=False).choice
     except DoesNotFit as error:
         return ModeForecast("auto", "", fits=False, problem=str(error))
     return _mode(problem, "auto", choice.as_call(), choice, memory_budget)

@@ -97,7 +97,14 @@ class OffloadHandle:
         self.bind(pipeline, config, plan, backend)
 
     def bind(self, pipeline: Any, config: OffloadConfig, plan: ResolvedPlan, backend: PlanBackend) -> None:
-        """Stand for this offload from now on. Its counters begin with it."""
+        """Stand for this offload from now on. Its counters begin with it.
+
+        Args:
+            pipeline: the pipeline.
+            config: its configuration.
+            plan: its plan.
+            backend: what carries the plan out.
+        """
         self.config = config
         self.plan = plan
         self._backend: PlanBackend | None = backend
@@ -193,10 +200,12 @@ class OffloadHandle:
             try:
                 yield trace
             finally:
-                trace._fill(recorder.spans(), recorder.memory())
+                trace.finish(recorder.spans(), recorder.memory())
 
     def report(self) -> OffloadReport:
-        """What the first call took, beside what was predicted: print it, or let a notebook show it.
+        """What a call took, beside what was predicted: print it, or let a notebook show it.
+
+        It is the first call, or the first one since mode "auto" has measured anew; or one that was traced before that.
 
         Raises:
             RuntimeError: offload was disabled.
@@ -204,7 +213,7 @@ class OffloadHandle:
         self._require_enabled()
         backend, platform = self.backend, self.backend.platform
         measured = Measured()
-        recorder = backend.records.first_call
+        recorder = backend.records.latest
         if recorder is not None:
             blocks = {
                 stack.component: [stack.path(index) for index in range(len(stack.blocks))] for stack in self.plan.stacks

@@ -112,7 +112,7 @@ def enable_omni_offload(
         )
         request = Request.parse(budgets, workload, profile=profile, pin_memory=pin_memory)
         return _enable_automatically(pipe, request, resolve_device(device))
-    _require_defaults('it belongs to the mode "auto"', **budgets, **workload)
+    _require_defaults('it belongs to the mode "auto"', **budgets, **workload, profile=None if profile else profile)
     config = OffloadConfig.from_options(
         mode,
         components=components,

@@ -13,16 +13,14 @@ from diffusers_omni_offload.blueprint import build_blueprint
 from diffusers_omni_offload.checks import integer, parse_bytes
 from diffusers_omni_offload.declarations import a_type
 from diffusers_omni_offload.forecast import OffloadForecast, forecast
-from diffusers_omni_offload.planning.costs import ComponentCost, Problem, Rates
+from diffusers_omni_offload.planning.cautious import device_budget
+from diffusers_omni_offload.planning.costs import ASSUMED_RATES, ComponentCost, Problem, Rates
 from diffusers_omni_offload.planning.measured import Measured, with_measured
 from diffusers_omni_offload.planning.survey import survey_blocks
 from diffusers_omni_offload.planning.workload import Request, default_of, with_workload, workload
 from diffusers_omni_offload.platform import Platform, platform_for, resolve_device
 from diffusers_omni_offload.profile import Profile, default_path, pipeline_key
 from diffusers_omni_offload.registry import adapter_for
-
-_ASSUMED_LINK = Rates(16e9)
-"""Where nobody has given or measured the link: PCIe 3.0 with 16 lanes."""
 
 _UNLIMITED = 1 << 62
 """Device bytes where there is no budget."""
@@ -52,7 +50,7 @@ def plan_omni_offload(
     Args:
         pipe_or_path: a pipeline; or the folder of one, or the name of a repository.
         memory_budget: device memory that weights and activations may take together: bytes, or text such as "12GiB".
-            None means what is free now on the device, or no budget where there is no device.
+            None means what is free now on the device, less 5 %, or no budget where there is no device.
         host_memory_budget: host memory that offloaded weights may take; None for no limit.
         link_gb_per_s: the rate of copies from page-locked host memory, in GB (1e9 bytes) a second; None takes what
             was measured on this machine before (by the mode "auto"), or else assumes 16.
@@ -85,8 +83,8 @@ def plan_omni_offload(
     pipe, notes = _pipeline(pipe_or_path, dtype)
     platform, total = _platform(device), None
     if budget is None and platform is not None:
-        budget, total = platform.free_bytes(), platform.total_bytes()
-        notes += (f"The budget is what is free on {platform.name} now",)
+        budget, total = device_budget(platform.free_bytes(), None), platform.total_bytes()
+        notes += (f"The budget is what is free on {platform.name} now, less 5 %",)
     rates = _rates(link, platform)
     cls = type(pipe)
     costs, stacks = survey_blocks(pipe, declarations=adapter_for(cls))
@@ -137,7 +135,7 @@ def _rates(link: float | None, platform: Platform | None) -> Rates:
     if link is not None:
         return Rates(link, source="given")
     found = None if platform is None else Profile(default_path()).rates(platform.name)
-    return _ASSUMED_LINK if found is None else found
+    return ASSUMED_RATES if found is None else found
 
 
 def _rate(name: str, value: float) -> float:

@@ -61,7 +61,7 @@ class Trace:
         self._forwards: tuple[ForwardTimes, ...] = ()
         self._owners: Mapping[str, str | None] = {}
 
-    def _fill(self, spans: Sequence[Span], memory: Sequence[MemorySample]) -> None:
+    def finish(self, spans: Sequence[Span], memory: Sequence[MemorySample]) -> None:
         """The recording has ended."""
         self.spans = tuple(sorted(in_turn(spans), key=lambda span: (span.begin, -span.end)))
         self.memory = tuple(sorted(memory, key=lambda sample: sample.at))

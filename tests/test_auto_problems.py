@@ -122,7 +122,8 @@ def best_of_all(problem: Problem, kinds: Mapping[str, str] | None = None) -> Pre
 
 @dataclass(frozen=True)
 class Session:
-    """A pipeline that was enabled with "auto" and called twice: to be measured, and to be compared.
+    """A pipeline that was enabled with "auto" and called: to be measured, until nothing is changed any more, and to be
+    compared.
 
     Attributes:
         prediction: what is predicted after the first call.
@@ -145,7 +146,7 @@ class Session:
 
 
 def session(case: Case) -> Session:
-    """Enable, call twice, disable."""
+    """Enable, call, disable."""
     gc.collect()
     base = torch.accelerator.memory_allocated()
     pipe = build(case)
@@ -154,9 +155,13 @@ def session(case: Case) -> Session:
     handle = diffusers_omni_offload.enable_omni_offload(
         pipe, "auto", memory_budget=case.budget_nbytes, num_inference_steps=steps
     )
+    assert handle.automatic is not None
     pipe(case.steps)
     first = pipe.peak_nbytes
-    assert handle.automatic is not None
+    for _ in range(3):
+        if handle.automatic.better is None:
+            break
+        first = max(first, call_again(pipe, case))  # Which begins with a change of kinds.
     prediction = handle.automatic.prediction
     second = call_again(pipe, case)
     found = Session(prediction, steady_steps(pipe), max(first, second) - base)

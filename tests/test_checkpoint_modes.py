@@ -13,7 +13,7 @@ import torch
 from diffusers import WanPipeline
 
 from diffusers_omni_offload import CheckpointError, load_omni_pipeline
-from diffusers_omni_offload.backends.plan_backend import PlanBackend
+from diffusers_omni_offload.backends.attaching import Attaching
 from diffusers_omni_offload.weights.withheld import is_withheld
 from tests import tiny
 from tests.equality import Call
@@ -85,7 +85,7 @@ def test_a_start_that_fails_reads_nothing_and_says_why(
         raise MemoryError("no room for hooks")
 
     with monkeypatch.context() as patch:
-        patch.setattr(PlanBackend, "_attach_components", fail)
+        patch.setattr(Attaching, "attach", fail)
         with pytest.raises(MemoryError, match="no room for hooks"):
             pipe.enable_omni_offload("layer")
     assert withheld(pipe) == before

@@ -33,7 +33,7 @@ def texts(axes: Any) -> list[str]:
 
 def test_lanes_of_one_forward_have_labels_units_and_a_legend() -> None:
     trace = Trace("sim:0", is_modelled=True)
-    trace._fill(*recording())
+    trace.finish(*recording())
     figure = trace.plot(forward=1)
     lanes, memory = figure.axes
     drawn = bars(lanes)
@@ -82,7 +82,7 @@ def test_forwards_that_follow_each_other_have_one_name() -> None:
 
 def test_without_blocks_all_of_the_recording_is_drawn() -> None:
     trace = Trace("cuda:0")
-    trace._fill(
+    trace.finish(
         [Span("copy", "dit", 0.0, 1.0, 8), Span("component", "dit", 1.0, 4.0), Span("component", "vae", 5.0, 6.0)], []
     )
     lanes = trace.plot().axes[0]
@@ -135,7 +135,7 @@ from diffusers_omni_offload.tracing import Trace
 from tests.recordings import recording
 assert "matplotlib" not in sys.modules
 trace = Trace("cuda:0")
-trace._fill(*recording())
+trace.finish(*recording())
 figure = trace.plot(whole=True)
 assert figure._repr_png_()[:4] == b"\\x89PNG"
 assert "matplotlib.pyplot" not in sys.modules

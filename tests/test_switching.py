@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from diffusers_omni_offload import disable_omni_offload, enable_omni_offload, hooks
+from diffusers_omni_offload.backends.attaching import Attaching
 from diffusers_omni_offload.backends.entry_points import EntryPoints
 from diffusers_omni_offload.backends.mediation import Mediation
-from diffusers_omni_offload.backends.plan_backend import PlanBackend
 from diffusers_omni_offload.backends.residency import Residency
 from diffusers_omni_offload.platform import Platform
 from diffusers_omni_offload.streaming.slots import Slot
@@ -307,7 +307,7 @@ STEPS: dict[str, tuple[Any, str, int]] = {
     "a late part's hook": (hooks, "install_innermost", 18),
     "the second component's execution device": (hooks.ExecutionDeviceHook, "attach", 1),
     "the third component's mediation": (Mediation, "install", 2),
-    "the parts of the plan": (PlanBackend, "_attach", 2),
+    "the parts of the plan": (Attaching, "_attach", 2),
     "the pipeline's class": (sys.modules["diffusers_omni_offload.pipeline"], "composed_class", 0),
     "the handle": (sys.modules["diffusers_omni_offload.pipeline"], "OffloadHandle", 0),
 }

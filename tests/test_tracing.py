@@ -21,7 +21,7 @@ BLOCKS = [f"transformer.blocks.{block}" for block in range(4)]
 def traced(*, is_modelled: bool = False, **arguments: Any) -> Trace:
     trace = Trace("cuda:0", is_modelled=is_modelled)
     spans, samples = recording(**arguments)
-    trace._fill(spans[::-1], samples[::-1])
+    trace.finish(spans[::-1], samples[::-1])
     return trace
 
 
@@ -80,7 +80,7 @@ def test_gathers_take_turns() -> None:
         Span("gather", "dit.1", 1.0, 5.0, 8),
         Span("gather", "dit.2", 7.0, 8.0, 8),
     ]
-    trace._fill([*spans[::-1], Span("copy", "dit.1", 1.0, 2.0, 4)], [])
+    trace.finish([*spans[::-1], Span("copy", "dit.1", 1.0, 2.0, 4)], [])
     assert [(span.begin, span.end) for span in trace.spans if span.lane == "gather"] == [
         (0.0, 3.0),
         (3.0, 5.0),
@@ -94,7 +94,7 @@ def test_times_in_a_forward_count_what_reaches_into_it() -> None:
     copies = [Span("copy", "dit.0", begin, begin + random.choice([0.1, 1.0, 30.0]), 1) for begin in begins]
     forwards = [Span("component", "dit", 10.0 * index, 10.0 * index + 9.0, 0, index) for index in range(10)]
     trace = Trace("cuda:0")
-    trace._fill([*copies[::30], *forwards], [])
+    trace.finish([*copies[::30], *forwards], [])
     for forward, span in zip(trace.forwards(), forwards, strict=True):
         expected = covered([other for other in trace.spans if other.lane == "copy"], span)
         assert forward.copy_seconds == pytest.approx(expected)
@@ -103,7 +103,7 @@ def test_times_in_a_forward_count_what_reaches_into_it() -> None:
 
 def test_shares_of_time_count_what_overlaps_once() -> None:
     trace = Trace("cuda:0")
-    trace._fill(
+    trace.finish(
         [
             Span("component", "dit", 0.0, 8.0),
             Span("compute", "dit.0", 0.0, 3.0),
@@ -126,13 +126,13 @@ def test_covered_time() -> None:
 def test_the_steady_forward_is_one_of_ordinary_length() -> None:
     trace = Trace("cuda:0")
     lengths = [9.0, 1.0, 3.0, 2.0]
-    trace._fill([Span("component", "dit", 10.0 * i, 10.0 * i + length, 0, i) for i, length in enumerate(lengths)], [])
+    trace.finish([Span("component", "dit", 10.0 * i, 10.0 * i + length, 0, i) for i, length in enumerate(lengths)], [])
     assert trace.steady_forward().number == 3
     assert traced().steady_forward().component == "transformer" and traced().steady_forward("vae").number == 0
     assert traced(forwards=1).steady_forward().number == 0
     # Without blocks, the one that takes longest.
     whole = Trace("cuda:0")
-    whole._fill([Span("component", "text_encoder", 0.0, 1.0), Span("component", "dit", 1.0, 4.0, 0, 1)], [])
+    whole.finish([Span("component", "text_encoder", 0.0, 1.0), Span("component", "dit", 1.0, 4.0, 0, 1)], [])
     assert whole.steady_forward().component == "dit"
 
 
@@ -195,7 +195,7 @@ def test_slices_of_a_thread_that_touch_do_not_overlap() -> None:
     """Perfetto drops a slice that begins before the end of another that it isn't in."""
     trace = Trace("cuda:0")
     ends = [index / 3e6 for index in range(1, 50)]
-    trace._fill([Span("copy", "a", begin, end) for begin, end in pairwise(ends)], [])
+    trace.finish([Span("copy", "a", begin, end) for begin, end in pairwise(ends)], [])
     slices = [event for event in trace.to_dict()["traceEvents"] if event["ph"] == "X"]
     for before, after in pairwise(slices):
         assert round((before["ts"] + before["dur"]) * 1e3) == round(after["ts"] * 1e3)
@@ -228,5 +228,5 @@ def test_seconds_in_words(seconds: float, text: str) -> None:
 def test_filling_again_forgets_what_was_there() -> None:
     trace = traced()
     assert len(trace.forwards()) == 5
-    trace._fill([Span("component", "vae", 0.0, 1.0)], [MemorySample(0.0, 7)])
+    trace.finish([Span("component", "vae", 0.0, 1.0)], [MemorySample(0.0, 7)])
     assert len(trace.forwards()) == 1 and trace.peak_nbytes == 7

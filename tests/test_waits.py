@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import diffusers_omni_offload
+from diffusers_omni_offload.cli import benching
 from diffusers_omni_offload.measuring import measure_link
 from diffusers_omni_offload.platform import Platform
 from diffusers_omni_offload.streaming.recorder import Recorder
@@ -75,13 +76,17 @@ class Offloaded:
 def compute_is_slow() -> None:
     """Blocks are overwritten while they are read, if anything lets them be."""
     simdevice.configure(**COMPUTE_BOUND)
-    Offloaded().check()
+    offloaded = Offloaded()
+    offloaded.check()  # This one is recorded, and so waits by other lines.
+    offloaded.check()
 
 
 def transfer_is_slow() -> None:
     """Blocks are read before they have arrived, if anything lets them be."""
     simdevice.configure(**TRANSFER_BOUND)
-    Offloaded().check()
+    offloaded = Offloaded()
+    offloaded.check()
+    offloaded.check()
 
 
 def copies_overlap_with_compute() -> None:
@@ -241,6 +246,14 @@ def links_are_measured() -> None:
     assert abs(rates.copy_latency_s / 2e-5 - 1) < 0.3, f"modelled: {rates}"
 
 
+def calls_are_timed() -> None:
+    """A benchmark's seconds are those of the device's clock."""
+    simdevice.configure(**ROUND_RATES, flops_per_s=1e9)
+    matrix = torch.ones(64, 64, device="sim")
+    seconds, _ = benching._timed(_StrictPlatform(torch.device("sim", 0)), lambda: torch.mm(matrix, matrix))
+    assert abs(seconds / (2 * 64**3 / 1e9) - 1) < 0.01, f"modelled: {seconds}"
+
+
 def recorded_blocks_wait_for_their_bytes() -> None:
     simdevice.configure(**TRANSFER_BOUND)
     offloaded = Offloaded()
@@ -280,6 +293,16 @@ SCENARIOS: dict[Site, Callable[[], None]] = {
     Site(
         "diffusers_omni_offload/streaming/slots.py", "Slot.__init__", 0, "self.free.record(self.stream)"
     ): slots_are_allocated_anew,
+    **{
+        Site("diffusers_omni_offload/cli/benching.py", "_timed", nth, source): calls_are_timed
+        for nth, source in enumerate(
+            (
+                "begin.record(platform.current_stream())",
+                "end.record(platform.current_stream())",
+                "platform.synchronize()",
+            )
+        )
+    },
     **{
         Site("diffusers_omni_offload/measuring.py", "_seconds", nth, source): links_are_measured
         for nth, source in enumerate(("begin.record(stream)", "end.record(stream)", "platform.synchronize()"))

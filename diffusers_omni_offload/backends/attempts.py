@@ -19,8 +19,8 @@ class Relief(Protocol):
     def make_room(self, path: str) -> None:
         """Let it leave."""
 
-    def has_failed(self, path: str) -> None:
-        """There was too little memory for the component, in the second attempt, too."""
+    def give_up(self, path: str) -> None:
+        """Room couldn't be made for the component at `path`, or wasn't enough."""
 
 
 class Attempt:
@@ -77,7 +77,7 @@ def run_with_relief(
         return enter()
     except torch.OutOfMemoryError as error:
         if not (attempt.can_be_repeated() and relief.can_make_room(path)):
-            relief.has_failed(path)
+            relief.give_up(path)
             raise
         first = error.with_traceback(None)  # The frames of the failed attempt hold its tensors.
     relief.make_room(path)
@@ -85,7 +85,7 @@ def run_with_relief(
     try:
         return enter()
     except torch.OutOfMemoryError as error:
-        relief.has_failed(path)
+        relief.give_up(path)
         raise error from first
 
 

@@ -359,7 +359,7 @@ class PlanBackend(OffloadBackend):
             self.after_call()
 
     def _tell_of_first_call(self) -> None:
-        recorder, plan = self.records.first_call, self.plan
+        recorder, plan = self.records.latest, self.plan
         assert recorder is not None and plan is not None
         dits = {component.path for component in plan.components if component.role == "dit"}
         if dits and not dits & recorder.components():

@@ -20,15 +20,16 @@ class Records:
         held: tells how many device bytes are weights.
 
     Attributes:
-        first_call: what the first call was recorded by; None before it began to be.
-        is_waiting: whether the first call is still to be recorded.
+        latest: what the latest call that was recorded was recorded by: the first one, or the first since something
+            was changed; None before there was one.
+        is_waiting: whether a call is still to be recorded.
         counts_peaks: whether the first call is asked for the peaks of device memory, which takes over torch's count.
     """
 
     def __init__(self, streamer: Streamer, held: Callable[[], int]) -> None:
         self._streamer, self._held = streamer, held
         self.counts_peaks = False
-        self.first_call: Recorder | None = None
+        self.latest: Recorder | None = None
         self._trace: Recorder | None = None
         self.is_waiting = False
 
@@ -37,15 +38,15 @@ class Records:
         self.is_waiting = True
         if self._trace is None:
             recorder = Recorder(self._streamer.platform, _ENOUGH, self._held, counts_peaks=self.counts_peaks)
-            if self.first_call is not None:
-                recorder.others = self.first_call.others  # It may begin in the middle of a call.
+            if self.latest is not None:
+                recorder.others = self.latest.others  # It may begin in the middle of a call.
             self._record(recorder)
-        self.first_call = self._streamer.recorder
+        self.latest = self._streamer.recorder
 
     def stop(self) -> None:
         """The first call was recorded, and is kept; nothing is from now on."""
         self.is_waiting = False
-        if self._trace is None and self._streamer.component_recorder is self.first_call:
+        if self._trace is None and self._streamer.component_recorder is self.latest:
             self._record(None)
 
     @contextmanager
@@ -58,11 +59,11 @@ class Records:
         if self._trace is not None:
             raise RuntimeError("This pipeline's calls are being recorded already; end the other trace first.")
         self._trace = recorder = Recorder(self._streamer.platform, held=self._held)
-        if self.first_call is not None:
-            recorder.others = self.first_call.others
+        if self.latest is not None:
+            recorder.others = self.latest.others
         self._record(recorder)
         if self.is_waiting:
-            self.first_call = recorder  # It sees all that is needed for a verdict, and more.
+            self.latest = recorder  # It sees all that is needed for a verdict, and more.
         try:
             yield recorder
         finally:

@@ -8,15 +8,13 @@ import torch
 from torch import nn
 
 from diffusers_omni_offload.messages import format_bytes, logger
+from diffusers_omni_offload.planning.times import NOTICEABLE_WAIT
 from diffusers_omni_offload.streaming.stages import PackedStage, Stages
 from diffusers_omni_offload.streaming.streamer import Streamer
 from diffusers_omni_offload.topology.plan import ResolvedPlan
 from diffusers_omni_offload.weights.mapped import MappedMaster
 from diffusers_omni_offload.weights.master import Master
 from diffusers_omni_offload.weights.pinning import PinnedBudget
-
-#: Below this share of waiting, faster transfers would not be felt.
-_NOTICEABLE_WAIT = 0.05
 
 
 def warn_of_plain_tensors(plan: ResolvedPlan) -> None:
@@ -85,7 +83,7 @@ def first_call_summary(masters: Sequence[Master], streamer: Streamer, stages: St
     elif pinned < in_memory:
         limit = "transfer-bound (what isn't pinned is copied while the compute stands still)"
     else:
-        bound = "transfer" if waited > _NOTICEABLE_WAIT else "compute"
+        bound = "transfer" if waited > NOTICEABLE_WAIT else "compute"
         limit = f"{bound}-bound (the compute waited for weights {waited:.0%} of the time)"
     return (
         f"{what}; {streamer.demand_loads} of {streamer.loads} loads on demand; "

@@ -12,6 +12,7 @@ from torch import nn
 from diffusers_omni_offload.weights.bitsandbytes import put_in_order
 from diffusers_omni_offload.weights.leaves import (
     Leaf,
+    allocated_nbytes,
     distinct_leaves,
     is_plain,
     move_back,
@@ -20,9 +21,6 @@ from diffusers_omni_offload.weights.leaves import (
 )
 from diffusers_omni_offload.weights.snapshot import Snapshot
 from diffusers_omni_offload.weights.wrappers import move_wrappers, move_wrappers_back
-
-#: Allocators of devices give multiples of so many bytes.
-_ALLOCATION = 512
 
 
 class Residency:
@@ -96,7 +94,7 @@ class Residency:
         if undo is not None:
             undo.callback(move_back, [(tensor, tensor.device) for tensor in tensors])
         move_tensors(tensors, self.device)
-        self.nbytes = sum(-(-leaf.nbytes // _ALLOCATION) * _ALLOCATION for leaf in plain)
+        self.nbytes = sum(allocated_nbytes(leaf.nbytes) for leaf in plain)
         self._snapshot = Snapshot([module for _, module in self._modules()], plain)
 
     def move_to_host(self) -> None:

@@ -62,14 +62,12 @@ MemoryBudget = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="Device memory for weights and activations, such as 12GiB.  [default: what is free, less a margin]",
+        help="Device memory for weights and activations, such as 12GiB.  [default: what is free, less 5 %]",
     ),
 ]
 HostMemoryBudget = Annotated[
     str | None,
-    typer.Option(
-        metavar="SIZE", help="Host memory for offloaded weights, such as 32GiB.  [default: what is available]"
-    ),
+    typer.Option(metavar="SIZE", help="Host memory for offloaded weights, such as 32GiB.  [default: no limit]"),
 ]
 Profile = Annotated[
     bool,
@@ -104,7 +102,7 @@ def plan(
         typer.Option(
             metavar="GB/S",
             help="Of copies from page-locked host memory, in 1e9 bytes a second; omni-offload doctor measures it.  "
-            "[default: 16]",
+            "[default: as measured on this machine before, or 16]",
         ),
     ] = None,
     tflops: Annotated[

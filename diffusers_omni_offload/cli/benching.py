@@ -148,12 +148,12 @@ def _run(
         call()  # buffers are allocated then, and "auto" measures
         before = 0 if handle is None else handle.bytes_moved
         if platform.is_asynchronous:
-            torch.accelerator.reset_peak_memory_stats(platform.device)
+            platform.restart_peak()
         timed = [_timed(platform, call) for _ in range(calls)]
         outcome = Outcome(
             mode,
             call_seconds=statistics.median(seconds for seconds, _ in timed),
-            peak_nbytes=torch.accelerator.max_memory_allocated(platform.device) if platform.is_asynchronous else None,
+            peak_nbytes=platform.peak_bytes() if platform.is_asynchronous else None,
             moved_nbytes=0 if handle is None else (handle.bytes_moved - before) // calls,
             pinned_nbytes=0 if handle is None else handle.pinned_bytes,
         )

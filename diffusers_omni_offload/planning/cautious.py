@@ -8,7 +8,21 @@ from diffusers_omni_offload.planning.choice import Choice
 from diffusers_omni_offload.planning.costs import Problem
 from diffusers_omni_offload.planning.predicting import predict
 from diffusers_omni_offload.planning.prediction import Prediction
-from diffusers_omni_offload.planning.search import DoesNotFit, choose
+from diffusers_omni_offload.planning.refusal import DoesNotFit
+from diffusers_omni_offload.planning.search import choose
+
+#: Of the free memory, what is left alone if there is no budget: allocators lose some between allocations.
+_MARGIN = 0.05
+
+
+def device_budget(free_nbytes: int, asked_nbytes: int | None) -> int:
+    """Device bytes that may be taken.
+
+    Args:
+        free_nbytes: what is free.
+        asked_nbytes: the budget that was given; None if there is none.
+    """
+    return int(free_nbytes * (1 - _MARGIN)) if asked_nbytes is None else min(asked_nbytes, free_nbytes)
 
 
 def choose_something(problem: Problem, is_assumed: bool) -> Prediction:

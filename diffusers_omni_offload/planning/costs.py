@@ -109,3 +109,7 @@ class Problem:
             if component.path == path:
                 return component
         raise KeyError(f"No component {path!r}; there are {', '.join(c.path for c in self.components)}.")
+
+
+ASSUMED_RATES = Rates(16e9)
+"""Where nobody has given or measured the link. PCIe 3.0 with 16 lanes gives up to 13 GB/s, PCIe 4.0 up to 26."""

@@ -15,9 +15,7 @@ from diffusers_omni_offload.planning.choice import Choice
 from diffusers_omni_offload.planning.costs import ComponentCost, Problem
 from diffusers_omni_offload.streaming.stages import largest_together, rivals_of
 from diffusers_omni_offload.topology.residents import resident_indices
-
-#: torch's allocators, and ours on the simulated device, give out multiples of this.
-ALLOCATION_NBYTES = 512
+from diffusers_omni_offload.weights.leaves import allocated_nbytes
 
 
 @cache
@@ -121,7 +119,7 @@ class Memory:
     def slots_nbytes(self, residents: Mapping[str, int], slots: int) -> int:
         """Device bytes of all slots."""
         largest = max((self.stack(component, residents).largest_nbytes for component in self._streamed), default=0)
-        return slots * _allocated(largest)
+        return slots * allocated_nbytes(largest)
 
     def host_nbytes(self, residents: Mapping[str, int]) -> int:
         """Host bytes of offloaded weights."""
@@ -204,8 +202,4 @@ def whole_nbytes(component: ComponentCost) -> int:
 
 def swapped_nbytes(component: ComponentCost) -> int:
     """Device bytes of a component that is swapped: one buffer."""
-    return _allocated(component.nbytes)
-
-
-def _allocated(nbytes: int) -> int:
-    return -(-nbytes // ALLOCATION_NBYTES) * ALLOCATION_NBYTES
+    return allocated_nbytes(component.nbytes)

@@ -13,8 +13,6 @@ from diffusers_omni_offload.planning.predicting import Part, predict
 from diffusers_omni_offload.planning.prediction import Prediction
 from diffusers_omni_offload.planning.refusal import DoesNotFit, device_refusal, host_refusal
 
-__all__ = ["DoesNotFit", "choices", "choose"]
-
 #: Numbers of slots that are tried where something is streamed.
 SLOTS = (2, 3, 4)
 #: Calls that differ by less than this share are as fast as each other.

@@ -21,6 +21,7 @@ from diffusers_omni_offload.topology.resolver import resolve_offload_plan
 from diffusers_omni_offload.weights.leaves import (
     Layout,
     Leaf,
+    allocated_nbytes,
     distinct_leaves,
     extent,
     find_leaves,
@@ -28,9 +29,6 @@ from diffusers_omni_offload.weights.leaves import (
     span_nbytes,
 )
 from diffusers_omni_offload.weights.withheld import is_withheld
-
-_ALLOCATION = 512
-"""Allocators of devices give multiples of so many bytes."""
 
 
 def survey(pipe: Any, *, declarations: type | None = None) -> tuple[ComponentCost, ...]:
@@ -142,7 +140,7 @@ def packed_nbytes(leaves: Sequence[Leaf]) -> int:
 def placed_nbytes(leaves: Iterable[Leaf]) -> int:
     """What these leaves take on the device, each an allocation of its own."""
     sizes = {_where(leaf.tensor): span_nbytes(leaf.tensor) for leaf in leaves}
-    return sum(-(-nbytes // _ALLOCATION) * _ALLOCATION for nbytes in sizes.values())
+    return sum(map(allocated_nbytes, sizes.values()))
 
 
 def _innermost_first(components: Iterable[ResolvedComponent]) -> list[ResolvedComponent]:

@@ -14,7 +14,7 @@ from diffusers_omni_offload.planning.measured import count_loads, owner
 from diffusers_omni_offload.streaming.recording import Lane, Span
 
 #: Below this share of waiting, faster transfers would not be felt.
-_NOTICEABLE_WAIT = 0.05
+NOTICEABLE_WAIT = 0.05
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ def _median(times: Iterable[float]) -> float:
 
 def bound_by(wait_seconds: float, seconds: float) -> str:
     """What set the time of a forward: "transfer" if the compute waited for more than a little of it, or "compute"."""
-    return "transfer" if wait_seconds > _NOTICEABLE_WAIT * seconds else "compute"
+    return "transfer" if wait_seconds > NOTICEABLE_WAIT * seconds else "compute"
 
 
 def format_seconds(seconds: float) -> str:

@@ -26,9 +26,10 @@ class BlockStack:
         kind: whether it is a DiT or an encoder.
         block_paths: of each block, relative to the component.
         blocks: the blocks.
-        resident: sorted indices of those that stay on the device.
+        resident: sorted indices of those that are on the device while the others are streamed.
         nbytes: bytes of each block.
         options: those of the component.
+        residents_may_leave: whether they may be others later, as in the mode "auto".
     """
 
     component: str

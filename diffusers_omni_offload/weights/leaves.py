@@ -31,6 +31,15 @@ def plainly(tensors: Iterable[torch.Tensor]) -> Callable[[], AbstractContextMana
     return _DISABLED if any([type(tensor) not in PLAIN_TYPES for tensor in tensors]) else nullcontext
 
 
+#: Allocators of devices give multiples of so many bytes.
+_ALLOCATION_NBYTES = 512
+
+
+def allocated_nbytes(nbytes: int) -> int:
+    """What a device's allocator counts for `nbytes`."""
+    return -(-nbytes // _ALLOCATION_NBYTES) * _ALLOCATION_NBYTES
+
+
 @dataclass(frozen=True)
 class Leaf:
     """A plain tensor that holds bytes: a parameter, a buffer, or a part of a quantized one.
