@@ -62,7 +62,12 @@ class Trace:
         self._owners: Mapping[str, str | None] = {}
 
     def finish(self, spans: Sequence[Span], memory: Sequence[MemorySample]) -> None:
-        """The recording has ended."""
+        """The recording has ended; `handle.trace()` says so.
+
+        Args:
+            spans: what was recorded.
+            memory: likewise.
+        """
         self.spans = tuple(sorted(in_turn(spans), key=lambda span: (span.begin, -span.end)))
         self.memory = tuple(sorted(memory, key=lambda sample: sample.at))
         self.components = tuple(dict.fromkeys(span.name for span in self.spans if span.lane == "component"))

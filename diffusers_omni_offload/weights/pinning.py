@@ -105,7 +105,8 @@ class HostBuffer:
     def pin(self, bar: Bar = SILENT) -> None:
         """Lock the pages, where the platform and the budget allow it; `bar` says so meanwhile."""
         if self._platform.registers_host_memory and self.nbytes and not self.is_pinned:
-            self._register(self._platform, self._budget, bar)
+            with bar.meanwhile("Pinning weights"):
+                self._register(self._platform, self._budget)
 
     def unpin(self) -> None:
         """Release the page lock; the last copy from here has to be over. The memory and its tensors stay."""
@@ -114,13 +115,12 @@ class HostBuffer:
         if self._unpin is not None:
             self._unpin()
 
-    def _register(self, platform: Platform, budget: PinnedBudget, bar: Bar) -> None:
+    def _register(self, platform: Platform, budget: PinnedBudget) -> None:
         if budget.refusal is not None or not budget.take(self.nbytes):
             return
         pointer = self.bytes.data_ptr()
         try:
-            with bar.meanwhile("Pinning weights"):
-                platform.register_host_memory(pointer, self.nbytes)
+            platform.register_host_memory(pointer, self.nbytes)
         except (RuntimeError, torch.OutOfMemoryError) as error:
             budget.refuse(self.nbytes, error)
             return
