@@ -113,6 +113,12 @@ class Automatic:
             profile.keep_rates(platform.name, rates)
         free = platform.free_bytes() + spare + nbytes_on(pipe, device)
         budget = device_budget(free, request.memory_budget)
+        if request.memory_budget is not None and budget < request.memory_budget:
+            logger.warning(
+                "memory_budget is %s, but %s are free: that is the budget.",
+                format_bytes(request.memory_budget),
+                format_bytes(budget),
+            )
         costs, stacks = survey_blocks(pipe, declarations=declarations)
         if not any(cost.may_swap or cost.blocks for cost in costs):
             raise ValueError(

@@ -85,7 +85,10 @@ def _folder_of(path: str | Path) -> Path:
             )
         return Path(path)
     if not _may_be_repository(str(path)):
-        raise FileNotFoundError(f"{str(path)!r} is no folder, and no name of a repository ('owner/name').")
+        raise FileNotFoundError(
+            f"{str(path)!r} is no folder, and no name of a repository ('owner/name'). "
+            "Give the folder that pipe.save_pretrained wrote, or such a name."
+        )
     from huggingface_hub import snapshot_download
 
     try:
@@ -93,7 +96,7 @@ def _folder_of(path: str | Path) -> Path:
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
         raise FileNotFoundError(
-            f"{str(path)!r} is no folder here, and its configurations can't be had from the hub: {reason}"
+            f"{str(path)!r} is no folder here, and its configurations can't be had from the Hub: {reason}"
         ) from error
     if not (folder / INDEX).is_file():
         raise FileNotFoundError(f"The repository {str(path)!r} has no {INDEX}, so it holds no diffusers pipeline.")

@@ -83,7 +83,7 @@ def gibibytes(name: str, value: Any) -> float:
     return float(value)
 
 
-_UNITS = {"": 1, "B": 1} | {
+_UNITS = {"B": 1} | {
     f"{prefix}{suffix}": base**power
     for power, prefix in enumerate("KMGT", start=1)
     for suffix, base in (("iB", 1024), ("B", 1000))
@@ -108,7 +108,7 @@ def parse_bytes(name: str, value: Any) -> int:
         unit = None if found is None else next((unit for unit in _UNITS if unit.lower() == found[2].lower()), None)
         if found is None or unit is None:
             raise ValueError(
-                f"{name} is {value!r}, but a number with one of the units {', '.join(filter(None, _UNITS))} is needed, "
+                f"{name} is {value!r}, but a number with one of the units {', '.join(_UNITS)} is needed, "
                 "such as '12GiB'."
             )
         nbytes = int(float(found[1]) * _UNITS[unit])

@@ -89,6 +89,8 @@ def enable_omni_offload(
         RuntimeError: too little device memory (in mode "auto" a `DoesNotFit`, which says how much is missing), or
             another offload owns the weights. In each case the pipeline is untouched.
     """
+    if isinstance(pipe, (type, str)) or not hasattr(pipe, "__dict__"):
+        raise TypeError(f"enable_omni_offload takes a pipeline, as from_pretrained returns it; it was given {pipe!r}.")
     workload = {
         "height": height,
         "width": width,

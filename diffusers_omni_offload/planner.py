@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers import DiffusionPipeline
+from diffusers.modular_pipelines import ModularPipeline
 
 from diffusers_omni_offload.blueprint import build_blueprint
 from diffusers_omni_offload.checks import integer, parse_bytes
@@ -85,6 +87,8 @@ def plan_omni_offload(
     if budget is None and platform is not None:
         budget, total = device_budget(platform.free_bytes(), None), platform.total_bytes()
         notes += (f"The budget is what is free on {platform.name} now, less 5 %",)
+    if budget is None:
+        notes += ("What fits isn't said without a device or a memory_budget",)
     rates = _rates(link, platform)
     cls = type(pipe)
     costs, stacks = survey_blocks(pipe, declarations=adapter_for(cls))
@@ -107,6 +111,13 @@ def plan_omni_offload(
 
 def _pipeline(pipe_or_path: Any, dtype: torch.dtype | None) -> tuple[Any, tuple[str, ...]]:
     """A pipeline, and what to say of it."""
+    if not isinstance(pipe_or_path, (str, Path, DiffusionPipeline, ModularPipeline)):
+        raise TypeError(
+            f"plan_omni_offload takes a pipeline, its folder or the name of a repository, but it was given "
+            f"{pipe_or_path!r}."
+        )
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype is {dtype!r}, but a torch.dtype is needed, such as torch.bfloat16.")
     if not isinstance(pipe_or_path, (str, Path)):
         if dtype is not None:
             raise ValueError("dtype is for configurations, but a pipeline was given, which has dtypes; leave it out.")

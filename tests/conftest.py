@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import logging
 import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 pytest_plugins = ["tests.simdevice.plugin"]
 
@@ -37,3 +40,15 @@ def compiler() -> Iterator[None]:
 
     with fresh_compiler():
         yield
+
+
+@pytest.fixture
+def empty_device(device: torch.device) -> None:
+    """Nothing of other tests is on the device: neither garbage, nor what libraries and test modules cache."""
+    gc.unfreeze()
+    for cached in [found for found in gc.get_objects() if isinstance(found, functools._lru_cache_wrapper)]:
+        if cached.__module__.split(".")[0] in ("diffusers", "tests"):
+            cached.cache_clear()
+    gc.collect()
+    gc.freeze()
+    assert torch.accelerator.memory_allocated() == 0

@@ -334,6 +334,7 @@ def test_the_same_request_is_the_same_handle(slow_link: torch.device) -> None:
         ({"layer_options": {"dit": {}}}, ValueError, "layer_options=.*leave it out"),
         ({"slots": 3}, ValueError, "slots=3.*leave it out"),
         ({"memory_budget": "12 apples"}, ValueError, "memory_budget is '12 apples'.*12GiB"),
+        ({"memory_budget": "24"}, ValueError, "memory_budget is '24'.*12GiB"),
         ({"memory_budget": 0}, ValueError, "more than 0 bytes"),
         ({"activation_memory": True}, TypeError, "activation_memory is True"),
         ({"num_inference_steps": 0}, ValueError, "num_inference_steps is 0"),

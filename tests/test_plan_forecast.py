@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import StableDiffusion3Pipeline
 
 from diffusers_omni_offload import disable_omni_offload, enable_omni_offload, omni_offload
 from diffusers_omni_offload.forecast import OffloadForecast
@@ -192,6 +193,7 @@ def test_what_was_measured_of_a_pipeline_counts(
     assert given.operations_per_s == 1e12 and "measured on this machine" not in str(given)
 
 
+@pytest.mark.usefixtures("empty_device")
 def test_the_budget_is_what_is_free_on_the_device(device: torch.device, sim: Any) -> None:
     sim.configure(capacity_bytes=1 << 20)
     forecast = plan_omni_offload(tiny.build_wan()[0], device=device)
@@ -224,3 +226,14 @@ def test_there_is_nothing_at_a_path(tmp_path: Path) -> None:
         plan_omni_offload(tmp_path)
     with pytest.raises(KeyError, match="No mode 'fast'; there are resident,"):
         plan_omni_offload(tiny.build_toy(3)[0]).mode("fast")
+
+
+@pytest.mark.parametrize("what", [StableDiffusion3Pipeline, None, 3])
+def test_what_is_no_pipeline_is_refused(what: Any) -> None:
+    with pytest.raises(TypeError, match="takes a pipeline, its folder or the name of a repository"):
+        plan_omni_offload(what)
+
+
+def test_a_dtype_is_one_of_torch() -> None:
+    with pytest.raises(TypeError, match=r"dtype is 'bf16', but a torch.dtype is needed"):
+        plan_omni_offload("somewhere", dtype="bf16")

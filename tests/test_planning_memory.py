@@ -41,6 +41,7 @@ def test_a_call_is_the_engines(sim: ModuleType, seed: int) -> None:
         assert prediction.call_seconds == pytest.approx(outcome.call_seconds, rel=0.04), choice
 
 
+@pytest.mark.usefixtures("empty_device")
 @pytest.mark.parametrize("seed", range(8))
 def test_slots_and_swapped_components_leave_before_the_vae_where_memory_is_short(sim: ModuleType, seed: int) -> None:
     dice = Dice(100 + seed)

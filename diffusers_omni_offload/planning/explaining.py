@@ -29,7 +29,9 @@ def explain(
     parts = []
     for component in problem.components:
         what = _WORDS[choice.kinds[component.path]]
-        if choice.kinds[component.path] == "layer":
+        if component.blocks and choice.residents.get(component.path) == len(component.blocks):
+            what = "on the device"
+        elif choice.kinds[component.path] == "layer":
             what += f", {choice.residents.get(component.path, 0)} of {len(component.blocks)} blocks stay"
         parts.append(f"{component.path} {what}")
     return (
@@ -41,10 +43,15 @@ def explain(
 
 def _reasons(problem: Problem, prediction: Prediction, is_assumed: bool) -> list[str]:
     rates = problem.rates
+    budget, where = format_bytes(problem.device_nbytes), f" (in {prediction.peak_in})" if prediction.peak_in else ""
+    if is_assumed and prediction.peak_in:
+        assumed = problem.component(prediction.peak_in).activation_nbytes
+        most = f"{format_bytes(prediction.peak_nbytes - assumed)} of weights at the most{where}"
+        most += f"; activations aren't known yet, {format_bytes(assumed)} of {budget} are kept for them"
+    else:
+        most = f"{format_bytes(prediction.peak_nbytes)} of {budget} at the most{where}"
     reasons = [
-        f"{format_bytes(prediction.peak_nbytes)} of {format_bytes(problem.device_nbytes)} at the most"
-        + (" with assumed activations" if is_assumed else "")
-        + (f" (in {prediction.peak_in})" if prediction.peak_in else ""),
+        most,
         f"the link gives {rates.link_bytes_per_s / 1e9:.3g} GB/s ({rates.source})",
     ]
     for path, kind in prediction.choice.kinds.items():
