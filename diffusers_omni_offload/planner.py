@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline
-from diffusers.modular_pipelines import ModularPipeline
 
 from diffusers_omni_offload.blueprint import build_blueprint
 from diffusers_omni_offload.checks import integer, parse_bytes
@@ -111,14 +109,15 @@ def plan_omni_offload(
 
 def _pipeline(pipe_or_path: Any, dtype: torch.dtype | None) -> tuple[Any, tuple[str, ...]]:
     """A pipeline, and what to say of it."""
-    if not isinstance(pipe_or_path, (str, Path, DiffusionPipeline, ModularPipeline)):
+    is_place = isinstance(pipe_or_path, (str, Path))
+    if isinstance(pipe_or_path, type) or not (is_place or hasattr(pipe_or_path, "__dict__")):
         raise TypeError(
             f"plan_omni_offload takes a pipeline, its folder or the name of a repository, but it was given "
             f"{pipe_or_path!r}."
         )
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype is {dtype!r}, but a torch.dtype is needed, such as torch.bfloat16.")
-    if not isinstance(pipe_or_path, (str, Path)):
+    if not is_place:
         if dtype is not None:
             raise ValueError("dtype is for configurations, but a pipeline was given, which has dtypes; leave it out.")
         return pipe_or_path, ()

@@ -34,7 +34,7 @@ PROBLEMS, BATCH = 200, 20
 #: The link is slower or faster by up to this share, anew before every block.
 DRIFT = 0.03
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("empty_device")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("taken")]
 
 
 @pytest.fixture(autouse=True)
