@@ -29,6 +29,8 @@ _LOOKING_SECONDS = 0.1
 """How long one call looks."""
 _GRACE_SECONDS = 2.0
 """What a call of the store may take when the time is over."""
+_LATE_SECONDS = 1.0
+"""A rank whose collective runs into the group's timeout comes only after that, and says what happened."""
 _MISSING = object()
 
 #: Default process group -> what an agreement is called -> the number of its next exchange. Numbers go on from one
@@ -85,11 +87,12 @@ class Agreement:
 
     def __init__(self, group: Ranks, name: str, timeout: float | None = None) -> None:
         self.group = group
-        self.timeout = 0.0
+        self.timeout = self._lateness = 0.0
         self._has_failed = False
         if len(group.ranks) == 1:
             return
         self.timeout = _timeout_of(group.process_group) if timeout is None else timeout
+        self._lateness = _LATE_SECONDS if timeout is None else 0.0
         self._key = f"omni offload/{name}/{'-'.join(map(str, group.ranks))}"
         self._store = _own_store()
         self._calls = _Calls()
@@ -156,7 +159,7 @@ class Agreement:
     def _answers(self, number: int, answer: Mapping[str, Any], what: str) -> list[dict[str, Any]]:
         keys = self._keys(number)
         content = json.dumps(answer)
-        deadline = time.monotonic() + self.timeout
+        deadline = time.monotonic() + self.timeout + self._lateness
         self._own_keys.append(keys[self.group.rank])
         try:
             answers = self._calls.make(partial(self._give, keys, content), deadline)
