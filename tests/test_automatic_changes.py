@@ -337,6 +337,16 @@ def test_a_report_has_no_figures_of_another_choice(slow_link: torch.device) -> N
     del others
 
 
+def test_a_report_has_no_peak_of_before(slow_link: torch.device) -> None:
+    pipe = stack()
+    handle = pipe.enable_omni_offload("layer")
+    large = torch.empty(5_000_000, dtype=torch.uint8, device=slow_link)
+    del large
+    pipe(steps=STEPS)
+    peak = handle.report().peak_nbytes
+    assert peak is not None and peak < 1_000_000
+
+
 def test_a_trace_inside_of_the_first_call_spoils_nothing(slow_link: torch.device) -> None:
     others = torch.empty(1_000_000, dtype=torch.uint8, device=slow_link)
     pipe, forwards, traces = stack(), [], ExitStack()

@@ -137,7 +137,7 @@ class Recorder:
                 self._make_events()
             if self._counts_peaks:
                 self._platform.restart_peak()
-        before = self._platform.allocated_bytes()
+        before, known = self._platform.allocated_bytes(), self._platform.peak_bytes()
         begin = self._mark(self._platform.current_stream())
         self._depth += 1
         try:
@@ -148,6 +148,8 @@ class Recorder:
             self._marks.append(("component", path, begin, end, 0, self.forward))
             if self._depth == 0:
                 after, peak = self._platform.allocated_bytes(), self._platform.peak_bytes()
+                if not self._counts_peaks and peak <= known:
+                    peak = max(before, after)  # What there was before is higher, and hides it.
                 self._memory.append(_Memory(path, begin, end, before, peak, after, peak - self._held() - self.others))
 
     # ------------------------------------------------------------------ results
@@ -188,7 +190,7 @@ class Recorder:
 
     @property
     def peak_nbytes(self) -> int:
-        """The most bytes allocated in any component's forward."""
+        """The most bytes allocated in any component's forward, as far as that is known."""
         return max((entry.peak for entry in self._memory), default=0)
 
     def _seconds(self, event: Event) -> float:
