@@ -157,7 +157,7 @@ def test_what_is_neither_a_folder_nor_on_the_hub(monkeypatch: pytest.MonkeyPatch
         raise ConnectionError("The hub can't be reached.\nA trace follows.")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    with pytest.raises(FileNotFoundError, match=r"can't be had from the hub: The hub can't be reached\.$"):
+    with pytest.raises(FileNotFoundError, match=r"can't be had from the Hub: The hub can't be reached\.$"):
         build_blueprint("owner/name")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repository, **arguments: str(tmp_path))
     with pytest.raises(FileNotFoundError, match=r"The repository 'owner/name' has no model_index\.json"):
