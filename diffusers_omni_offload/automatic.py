@@ -76,7 +76,7 @@ class Automatic:
         self._platform, self._profile, self._key = platform, profile, key
         self.is_assumed = not (is_measured or request.activation_memory)
         self.prediction = choose_something(problem, self.is_assumed)
-        if not (is_measured or request.activation_memory or self._has_plenty()):
+        if self.is_assumed and not self._has_plenty():
             self.prediction = with_the_fewest(self.problem, self.prediction.choice)
         # The backend has this, and mustn't be kept by a handle that has it, too.
         self._backend: Callable[[], PlanBackend | None] = lambda: None
@@ -383,7 +383,7 @@ class Automatic:
         """Path of a component with a stack -> paths of its blocks."""
         plan = self._enabled().plan
         stacks = () if plan is None else plan.stacks
-        return {stack.component: [stack.path(index) for index in range(len(stack.blocks))] for stack in stacks}
+        return {stack.component: stack.paths for stack in stacks}
 
     def _is_known(self) -> bool:
         """Whether the compute of some block is."""

@@ -215,9 +215,7 @@ class OffloadHandle:
         measured = Measured()
         recorder = backend.records.latest
         if recorder is not None:
-            blocks = {
-                stack.component: [stack.path(index) for index in range(len(stack.blocks))] for stack in self.plan.stacks
-            }
+            blocks = {stack.component: stack.paths for stack in self.plan.stacks}
             peak = max(0, recorder.peak_nbytes - recorder.others)
             measured = measure(recorder.spans(), blocks, peak_nbytes=peak, since=recorder.steady_from)
         if self.automatic is not None:

@@ -212,8 +212,7 @@ class PlanBackend(OffloadBackend):
         undo.callback(self._release_device)
         for stack in plan.stacks:
             # Resident blocks have no master.
-            paths = [stack.path(index) for index in range(len(stack.blocks))]
-            self.streamer.add_stack(map(self.masters.of, stack.blocks), paths)
+            self.streamer.add_stack(map(self.masters.of, stack.blocks), stack.paths)
         self.streamer.require_slots()
         if self.masters.shared is not None:
             self.shared = self.runner.shared = SharedLeaves(self.masters.shared, self.streamer)

@@ -79,6 +79,11 @@ class BlockStack:
         """The dotted path of a block, from the pipeline on."""
         return f"{self.component}.{self.block_paths[index]}"
 
+    @property
+    def paths(self) -> list[str]:
+        """The dotted path of each block, from the pipeline on."""
+        return [self.path(index) for index in range(len(self.blocks))]
+
     def describe(self) -> str:
         """One line: counts, and sizes as they are now, which a cast may have changed."""
         streamed, resident = (
