@@ -50,6 +50,7 @@ class Attaching:
     def _attach(self, component: ResolvedComponent, stage: Stage | None, undo: ExitStack) -> None:
         plan, backend = self._plan, self._backend
         module, path = component.module, component.path
+        rules = component_rules(plan, component)
         entries, moves_itself = None, stage is not None and stage.moves_itself
         before = backend.runner.spare_memory if component.role == "vae" else None
         if stage is not None:
@@ -63,8 +64,8 @@ class Attaching:
                 plan.entry_points.get(path, ()),
                 run=partial(backend.runner.run, path),
                 is_inside=partial(backend.runner.is_inside, path),
+                is_still=rules.captured,
             )
-        rules = component_rules(plan, component)
         backend.components.attach(path, module, undo, before, entries, rules, moves_itself=moves_itself)
 
     def _needs_entries(self, component: ResolvedComponent) -> bool:

@@ -10,7 +10,7 @@ def component_rules(plan: ResolvedPlan, component: ResolvedComponent) -> Compile
     """What is moved in between cuts a component, and what moves has no fixed address."""
     inside = set(component.module.modules())
     streamed = [stack.blocks[index] for stack in plan.stacks for index in stack.moving]
-    moving = [plan.module(path) for path in (*plan.swapped, *plan.on_demand)]
+    moving = [part for path in (*plan.swapped, *plan.on_demand) for part in plan.module(path).modules()]
     return CompileRules(
         blocks=tuple(block for stack in plan.stacks for block in stack.blocks if block in inside),
         captured=inside.isdisjoint(streamed) and inside.isdisjoint(moving),

@@ -12,7 +12,7 @@ from torch import nn
 
 from diffusers_omni_offload import hooks
 from diffusers_omni_offload.declarations import a_type
-from diffusers_omni_offload.regions import MOVED
+from diffusers_omni_offload.regions import MOVED, UNMOVED
 from diffusers_omni_offload.topology.paths import MissingPathError, lookup
 
 #: Methods of diffusers' and transformers' models that pipelines call.
@@ -48,6 +48,7 @@ class EntryPoints:
         declared: names of methods, relative to the component ("forward_model", "head.sample").
         run: `run(function, args, kwargs)` with the component on the device.
         is_inside: whether the component is running.
+        is_still: whether all of the component's weights keep their addresses.
     """
 
     def __init__(
@@ -58,10 +59,13 @@ class EntryPoints:
         declared: Sequence[str],
         run: Callable[..., Any],
         is_inside: Callable[[], bool],
+        *,
+        is_still: bool,
     ) -> None:
         self._module, self._path, self._device = module, path, device
         self._declared = declared
         self._run, self._is_inside = run, is_inside
+        self._rules = UNMOVED if is_still else MOVED
         self._methods: list[tuple[nn.Module, str, Any, Any]] = []
         #: What has a hook of ours.
         self.parts: list[nn.Module] = []
@@ -83,7 +87,7 @@ class EntryPoints:
                 continue  # Another component that is swapped holds it, too.
             self.parts.append(part)
             hook = hooks.EntryHook(f"{self._path}.{name}", self._device, self._run, self._is_inside)
-            hooks.install_innermost(part, hook, hooks.ENTRY_HOOK, MOVED)
+            hooks.install_innermost(part, hook, hooks.ENTRY_HOOK, self._rules)
 
     def remove(self) -> None:
         """Leave every way as it was."""
