@@ -327,6 +327,12 @@ REFUSED: dict[str, tuple[str, Callable[[Any], Any], dict[str, Any], str]] = {
         options(),
         "is a DTensor, and can't be offloaded: it .* several processes",
     ),
+    "tensor parallel, rank-local": (
+        "toy",
+        split_tensors,
+        options(weight_transfer="rank-local"),
+        "is a DTensor, and can't be offloaded: it .* several processes",
+    ),
     "resident layers": ("toy", lambda pipe: None, options(resident_layers=1), "resident_layers=1 needs .*rank-local"),
     "cache": ("wan", cache, options(), r"its cache \(FirstBlockCacheConfig\) lets a rank skip blocks"),
     "encoder": (

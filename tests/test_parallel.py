@@ -227,12 +227,12 @@ def test_fsdp_is_for_rank_local_transfer_only(of_two: list[dict[str, Any]]) -> N
 
 
 @pytest.mark.processes
-def test_tensor_parallel_is_for_rank_local_transfer_only(of_two: list[dict[str, Any]]) -> None:
+def test_tensor_parallel_is_not_for_all_gather(of_two: list[dict[str, Any]]) -> None:
+    """Rank-local transfer isn't advised: the parts of divided weights can't be streamed at all."""
     for tensor, data, kind, refused in of(of_two, "tensor_parallel"):
         assert (tensor, data, kind) == (2, 1, "sequence")
-        assert (
-            "'transformer': tensor parallel of 2 gives each rank other parts" in refused and "'rank-local'" in refused
-        )
+        assert "'transformer': tensor parallel of 2 gives each rank other parts" in refused
+        assert "Leave one of the two out." in refused and "'rank-local'" not in refused
 
 
 @pytest.mark.processes
