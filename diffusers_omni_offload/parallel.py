@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -12,9 +12,9 @@ from torch import nn
 
 from diffusers_omni_offload.agreement import Agreement
 from diffusers_omni_offload.config import OffloadConfig
+from diffusers_omni_offload.topology.fsdp import SHARDED_TWICE, is_left_to_fsdp
 from diffusers_omni_offload.weights.withheld import is_withheld
 
-_FSDP_CLASSES = ("FSDPModule", "FullyShardedDataParallel")
 _CACHE_HOOKS = ("cache", "fbc_", "pyramid_attention_broadcast")
 """Parts of the names that diffusers gives to hooks of caches."""
 
@@ -77,7 +77,7 @@ def parallel_facts(config: OffloadConfig, dits: Mapping[str, nn.Module]) -> Para
     Raises:
         ValueError: a contradiction.
     """
-    is_hsdp = config.use_hsdp or any(_is_fsdp(dit) for dit in dits.values())
+    is_hsdp = config.use_hsdp or any(is_left_to_fsdp(dit) for dit in dits.values())
     if not (dist.is_available() and dist.is_initialized()):
         return ParallelFacts(is_hsdp=is_hsdp)
     world = dist.get_world_size()
@@ -179,10 +179,8 @@ def cache_of(component: nn.Module) -> str | None:
 def _why_not(path: str, component: nn.Module, facts: ParallelFacts) -> str | None:
     """Why a component can't be gathered, and what to do; None if it can."""
     rank_local = "Use 'rank-local' (dlo_use_allgather=False)"
-    if facts.is_hsdp or _is_fsdp(component):
-        return (
-            f"FSDP (HSDP) shards its weights already, so they would be sharded twice. {rank_local}, or leave FSDP out."
-        )
+    if facts.is_hsdp or is_left_to_fsdp(component):
+        return SHARDED_TWICE
     sharing = _ranks_of(component, "tensor")
     if sharing or facts.tensor > 1 or any(_is_dtensor(tensor) for tensor in component.parameters()):
         degree = len(sharing) or facts.tensor
@@ -251,15 +249,6 @@ def _the_same(what: str, found: Mapping[str, tuple[int, ...]]) -> tuple[int, ...
 
 def _listed(ranks: Iterable[int]) -> str:
     return ", ".join(map(str, ranks))
-
-
-def _is_fsdp(component: nn.Module) -> bool:
-    return any(cls.__name__ in _FSDP_CLASSES for cls in _classes_within(component))
-
-
-def _classes_within(component: nn.Module) -> Iterator[type]:
-    for module_class in {type(module) for module in component.modules()}:
-        yield from module_class.__mro__
 
 
 def _is_dtensor(tensor: Any) -> bool:

@@ -23,7 +23,7 @@ from diffusers_omni_offload.backends.origins import Origins
 from diffusers_omni_offload.backends.ownership import not_borrowed, require_unowned
 from diffusers_omni_offload.backends.records import Records
 from diffusers_omni_offload.backends.remarks import first_call_summary, warn_of_pageable, warn_of_plain_tensors
-from diffusers_omni_offload.backends.residency import Residency, tell_of_move
+from diffusers_omni_offload.backends.residency import Residency, placed, tell_of_move
 from diffusers_omni_offload.backends.transports import blocks_by_ceiling, local_transports
 from diffusers_omni_offload.config import OffloadConfig
 from diffusers_omni_offload.host import return_freed_host_memory
@@ -192,7 +192,7 @@ class PlanBackend(OffloadBackend):
         on_demand = [plan.module(path) for path in plan.on_demand]
         components = not_borrowed(plan, self.device)
         require_unowned(units)
-        for component in components:
+        for component in placed(components):
             self.residency.add(component.path, component.module)
         offloaded = [*(unit.module for unit in units), *on_demand]
         for module in offloaded:

@@ -9,6 +9,8 @@ from contextlib import ExitStack
 import torch
 from torch import nn
 
+from diffusers_omni_offload.topology.fsdp import is_left_to_fsdp
+from diffusers_omni_offload.topology.plan import ResolvedComponent
 from diffusers_omni_offload.weights.bitsandbytes import put_in_order
 from diffusers_omni_offload.weights.leaves import (
     Leaf,
@@ -110,6 +112,11 @@ class Residency:
                 if id(module) not in seen:
                     seen.add(id(module))
                     yield child_path, module
+
+
+def placed(components: Iterable[ResolvedComponent]) -> list[ResolvedComponent]:
+    """The components whose state has to be on the device: all but those that FSDP puts where it wants them."""
+    return [component for component in components if not is_left_to_fsdp(component.module)]
 
 
 def tell_of_move(modules: Iterable[nn.Module]) -> None:

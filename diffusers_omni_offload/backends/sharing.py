@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from diffusers_omni_offload.weights.leaves import Leaf, extent
+from diffusers_omni_offload.weights.leaves import Leaf, extent, is_plain
 from diffusers_omni_offload.weights.withheld import is_withheld
 
 
@@ -24,8 +24,8 @@ def shared_leaves(blocks: Sequence[Sequence[Leaf]], elsewhere: Iterable[Leaf]) -
     owned += [(-1, leaf) for leaf in elsewhere]
     intervals: dict[int, list[tuple[int, int, int, Leaf]]] = {}
     for owner, leaf in owned:
-        if is_withheld(leaf.tensor):
-            # It has no memory that it could share with another object.
+        if is_withheld(leaf.tensor) or not is_plain(leaf):
+            # It has no memory of its own that it could share with another object.
             intervals.setdefault(-id(leaf.tensor), []).append((0, 1, owner, leaf))
             continue
         storage, start, stop = extent(leaf.tensor)

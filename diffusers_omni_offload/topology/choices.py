@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 
-from diffusers_omni_offload.config import CHOICES, SELECTORS, OffloadConfig, OffloadStrategy
+from diffusers_omni_offload.config import CHOICES, SELECTORS, OffloadConfig, OffloadStrategy, WeightTransfer
 from diffusers_omni_offload.declarations import ENCODER_COMPONENT_TYPES
 from diffusers_omni_offload.topology.discovery import Discovery
 from diffusers_omni_offload.topology.findings import Findings
+from diffusers_omni_offload.topology.fsdp import SHARDED_TWICE, is_left_to_fsdp
 from diffusers_omni_offload.topology.plan import ResolvedComponent
 from diffusers_omni_offload.topology.roles import encoder_selector
 from diffusers_omni_offload.topology.sizes import module_nbytes
@@ -28,8 +29,8 @@ class Choices:
         self._name = pipeline_name
 
     def of(self, component: ResolvedComponent) -> str:
-        """ "layer", "module" or "resident"."""
-        return self._config.choice_for(self.selector(component), component.path)
+        """ "layer", "module" or "resident"; the last for what FSDP moves, whatever was chosen."""
+        return "resident" if is_left_to_fsdp(component.module) else self._wanted(component)
 
     def chosen(self, choice: str, selector: str) -> tuple[ResolvedComponent, ...]:
         """The components that `selector` stands for and that this was chosen for; "" stands for those without one."""
@@ -59,6 +60,7 @@ class Choices:
             ValueError: with an explicit selection.
         """
         self._check_paths()
+        self._check_fsdp()
         discovery, config = self._discovery, self._config
         has_others = config.is_default and bool(discovery.loaded("encoder"))
         if config.selects("dit") and not discovery.loaded("dit") and not has_others:
@@ -128,6 +130,21 @@ class Choices:
             raise ValueError(
                 f"components has {name!r}, which {self._name} doesn't have; choose from {', '.join(known)}, each with "
                 f"{', '.join(CHOICES)}.{hint}"
+            )
+
+    def _wanted(self, component: ResolvedComponent) -> str:
+        return self._config.choice_for(self.selector(component), component.path)
+
+    def _check_fsdp(self) -> None:
+        for component in self._discovery.components:
+            if self._wanted(component) == "resident" or not is_left_to_fsdp(component.module):
+                continue
+            options = self._config.options_for(self.selector(component), component.path)
+            if options.weight_transfer is WeightTransfer.ALLGATHER:
+                raise ValueError(f"weight_transfer='allgather' can't be used for {component.path!r}: {SHARDED_TWICE}")
+            self._findings.warn(
+                f"{component.path!r} is left to FSDP, which has sharded it and gathers it block by block itself. With "
+                "fully_shard(..., offload_policy=CPUOffloadPolicy()) its shards stay in host memory."
             )
 
     def _check_selectors(self) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from diffusers_omni_offload.config import LayerOptions, OffloadStrategy
 from diffusers_omni_offload.declarations import Stored
 from diffusers_omni_offload.messages import format_bytes
+from diffusers_omni_offload.topology.fsdp import is_left_to_fsdp
 from diffusers_omni_offload.topology.sizes import module_nbytes
 
 StackKind = Literal["dit", "encoder"]
@@ -208,6 +209,8 @@ class ResolvedPlan:
             outer = self._swapped_around(component)
             if outer is not None:
                 what = f"moves with {outer.path}"
+            elif is_left_to_fsdp(component.module):
+                what = "left to FSDP"
             elif component.path in self.swapped:
                 what = "swapped as a whole"
             elif component.path in self.on_demand:
