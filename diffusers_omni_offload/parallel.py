@@ -12,7 +12,7 @@ from torch import nn
 
 from diffusers_omni_offload.agreement import Agreement
 from diffusers_omni_offload.config import OffloadConfig
-from diffusers_omni_offload.topology.fsdp import SHARDED_TWICE, is_left_to_fsdp
+from diffusers_omni_offload.topology.fsdp import is_left_to_fsdp
 from diffusers_omni_offload.weights.withheld import is_withheld
 
 _CACHE_HOOKS = ("cache", "fbc_", "pyramid_attention_broadcast")
@@ -180,7 +180,10 @@ def _why_not(path: str, component: nn.Module, facts: ParallelFacts) -> str | Non
     """Why a component can't be gathered, and what to do; None if it can."""
     rank_local = "Use 'rank-local' (dlo_use_allgather=False)"
     if facts.is_hsdp or is_left_to_fsdp(component):
-        return SHARDED_TWICE
+        return (
+            f"FSDP (HSDP) shards its weights already, so they would be sharded twice. {rank_local}, which leaves it to "
+            "FSDP, or leave FSDP out."
+        )
     sharing = _ranks_of(component, "tensor")
     if sharing or facts.tensor > 1 or any(_is_dtensor(tensor) for tensor in component.parameters()):
         degree = len(sharing) or facts.tensor

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import difflib
 
-from diffusers_omni_offload.config import CHOICES, SELECTORS, OffloadConfig, OffloadStrategy, WeightTransfer
+from diffusers_omni_offload.config import CHOICES, SELECTORS, OffloadConfig, OffloadStrategy
 from diffusers_omni_offload.declarations import ENCODER_COMPONENT_TYPES
 from diffusers_omni_offload.topology.discovery import Discovery
 from diffusers_omni_offload.topology.findings import Findings
-from diffusers_omni_offload.topology.fsdp import SHARDED_TWICE, is_left_to_fsdp
+from diffusers_omni_offload.topology.fsdp import is_left_to_fsdp
 from diffusers_omni_offload.topology.plan import ResolvedComponent
 from diffusers_omni_offload.topology.roles import encoder_selector
 from diffusers_omni_offload.topology.sizes import module_nbytes
@@ -137,15 +137,11 @@ class Choices:
 
     def _check_fsdp(self) -> None:
         for component in self._discovery.components:
-            if self._wanted(component) == "resident" or not is_left_to_fsdp(component.module):
-                continue
-            options = self._config.options_for(self.selector(component), component.path)
-            if options.weight_transfer is WeightTransfer.ALLGATHER:
-                raise ValueError(f"weight_transfer='allgather' can't be used for {component.path!r}: {SHARDED_TWICE}")
-            self._findings.warn(
-                f"{component.path!r} is left to FSDP, which has sharded it and gathers it block by block itself. With "
-                "fully_shard(..., offload_policy=CPUOffloadPolicy()) its shards stay in host memory."
-            )
+            if self._wanted(component) != "resident" and is_left_to_fsdp(component.module):
+                self._findings.warn(
+                    f"{component.path!r} is left to FSDP, which has sharded it and gathers it itself. With "
+                    "fully_shard(..., offload_policy=CPUOffloadPolicy()) its shards stay in host memory."
+                )
 
     def _check_selectors(self) -> None:
         paths = {component.path for component in self._discovery.components}

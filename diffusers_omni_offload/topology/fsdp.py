@@ -7,12 +7,6 @@ from torch import nn
 #: By name: what would have to be imported for them isn't part of every build of torch.
 _FSDP_CLASSES = frozenset({"FSDPModule", "FullyShardedDataParallel"})
 
-#: Why such a component can't be gathered by us, and what to do: what is said after its name.
-SHARDED_TWICE = (
-    "FSDP (HSDP) shards its weights already, so they would be sharded twice. Use 'rank-local' "
-    "(dlo_use_allgather=False), which leaves it to FSDP, or leave FSDP out."
-)
-
 
 def is_left_to_fsdp(component: nn.Module) -> bool:
     """Whether FSDP, of either version, has taken a component or a part of one."""
