@@ -17,13 +17,11 @@ from diffusers_omni_offload.composition import stock_class
 from diffusers_omni_offload.config import OffloadConfig
 from diffusers_omni_offload.expectations import other_arguments
 from diffusers_omni_offload.handle import OffloadHandle
-from diffusers_omni_offload.measuring import measure_link
 from diffusers_omni_offload.messages import format_bytes, logger
 from diffusers_omni_offload.parallel import cache_of
-from diffusers_omni_offload.planning.assumptions import alike, assumed, resized
-from diffusers_omni_offload.planning.cautious import choose_something, device_budget, with_the_fewest
+from diffusers_omni_offload.planning.assumptions import alike, resized
+from diffusers_omni_offload.planning.cautious import choose_something, with_the_fewest
 from diffusers_omni_offload.planning.choice import Choice
-from diffusers_omni_offload.planning.costs import Problem
 from diffusers_omni_offload.planning.explaining import explain
 from diffusers_omni_offload.planning.measured import Measured, measure, with_measured
 from diffusers_omni_offload.planning.memory import fits
@@ -32,10 +30,8 @@ from diffusers_omni_offload.planning.prediction import Prediction
 from diffusers_omni_offload.planning.refusal import DoesNotFit
 from diffusers_omni_offload.planning.request import Request
 from diffusers_omni_offload.planning.search import choose
-from diffusers_omni_offload.planning.survey import nbytes_on, survey_blocks
-from diffusers_omni_offload.planning.workload import with_workload, workload
-from diffusers_omni_offload.platform import Platform, platform_for
-from diffusers_omni_offload.profile import Profile, default_path, pipeline_key
+from diffusers_omni_offload.planning.survey import survey_blocks
+from diffusers_omni_offload.prospect import Prospect
 from diffusers_omni_offload.registry import adapter_for
 from diffusers_omni_offload.siblings import users
 
@@ -55,91 +51,36 @@ class Automatic:
 
     Args:
         request: what was asked for.
-        problem: what is known.
-        platform: the device.
-        profile: what is kept.
-        key: the pipeline's, in the profile.
-        is_measured: whether the problem's times and activations were measured before.
+        prospect: what is known of the pipeline and the machine.
 
     Attributes:
+        request: what was asked for.
         problem: what is known by now.
         is_assumed: whether activations are only assumed.
         prediction: the choice that was made last, and what it takes.
-        better: a choice of other kinds that was found to be faster; None if there is none.
+        better: a choice of other kinds that was found to be faster, or to fit where this one doesn't; None if there is
+            none.
         renew: called before each call of the pipeline; see `handle.Automatic`.
     """
 
-    def __init__(
-        self, request: Request, problem: Problem, platform: Platform, profile: Profile, key: str, *, is_measured: bool
-    ) -> None:
-        self.request, self.problem = request, problem
-        self._platform, self._profile, self._key = platform, profile, key
-        self.is_assumed = not (is_measured or request.activation_memory)
-        self.prediction = choose_something(problem, self.is_assumed)
+    def __init__(self, request: Request, prospect: Prospect) -> None:
+        self.request, self.problem = request, prospect.problem
+        self._prospect, self._platform = prospect, prospect.platform
+        self.is_assumed = not (prospect.is_measured or request.activation_memory)
+        self.prediction = choose_something(self.problem, self.is_assumed)
         if self.is_assumed and not self._has_plenty():
             self.prediction = with_the_fewest(self.problem, self.prediction.choice)
         # The backend has this, and mustn't be kept by a handle that has it, too.
         self._backend: Callable[[], PlanBackend | None] = lambda: None
         self._pipe: Callable[[], Any] = lambda: None
         self.better: Prediction | None = None
+        self._impossible: list[Mapping[str, object]] = []
         # Number of a forward -> the choice that was on since.
         self._choices: list[tuple[int, Choice]] = []
         self.renew: Callable[[], None] = lambda: None
         self._most_allocated = 0
         self._forwards: Counter[str] = Counter()
         self._is_settled = False
-
-    @classmethod
-    def prepare(
-        cls, pipe: Any, request: Request, device: torch.device, *, declarations: type | None, spare: int
-    ) -> Automatic:
-        """Look at the pipeline and the machine; nothing is touched.
-
-        Args:
-            pipe: the pipeline.
-            request: what was asked for.
-            device: the execution device.
-            declarations: a class with component declarations, used if the pipeline has none of its own.
-            spare: device bytes that are taken by an offload of this pipeline, and that will be free.
-
-        Raises:
-            DoesNotFit: nothing fits the budgets. It says how much is missing, and what would help.
-        """
-        platform = platform_for(device)
-        profile = Profile(default_path() if request.keeps_profile else None)
-        rates = profile.rates(platform.name)
-        if rates is None:
-            rates = measure_link(platform)
-            profile.keep_rates(platform.name, rates)
-        free = platform.free_bytes() + spare + nbytes_on(pipe, device)
-        budget = device_budget(free, request.memory_budget)
-        if request.memory_budget is not None and budget < request.memory_budget:
-            logger.warning(
-                "memory_budget is %s, but %s are free: that is the budget.",
-                format_bytes(request.memory_budget),
-                format_bytes(budget),
-            )
-        costs, stacks = survey_blocks(pipe, declarations=declarations)
-        if not any(cost.may_swap or cost.blocks for cost in costs):
-            raise ValueError(
-                f"Nothing of this {type(pipe).__name__} can be offloaded: none of its components can move."
-            )
-        components = assumed(costs, budget, request.workload.get("num_inference_steps"), request.activation_memory)
-        if {"height", "width", "num_frames"} & set(request.workload) and not request.activation_memory:
-            found = workload(pipe, stacks, request.call)
-            components = components if found is None else with_workload(components, found, None)
-        problem = Problem(
-            components=components,
-            rates=rates,
-            device_nbytes=budget,
-            host_nbytes=request.host_memory_budget,
-            total_nbytes=platform.total_bytes(),
-        )
-        key = pipeline_key(platform.name, costs, request.workload)
-        measured = profile.measured(key)
-        if measured is not None:
-            problem = replace(with_measured(problem, measured, calls=1), rates=rates)
-        return cls(request, problem, platform, profile, key, is_measured=measured is not None)
 
     @property
     def config(self) -> OffloadConfig:
@@ -154,11 +95,7 @@ class Automatic:
         handle.automatic = self
         self._choices = [(0, self.prediction.choice)]
         if self._platform.is_asynchronous:  # On the CPU nothing overlaps, and memory isn't counted.
-            backend.runner.after_entry, backend.runner.relief = self._after_entry, self
-            backend.after_call, backend.after_change = self._after_call, self._after_change
-            # Started anew with the peaks of memory, which are activations.
-            backend.records.counts_peaks = True
-            backend.records.start()
+            backend.watch(self)
 
     @property
     def recorded(self) -> Prediction:
@@ -187,8 +124,7 @@ class Automatic:
     def detach(self) -> None:
         """Leave the offload as it is."""
         backend = self._enabled()
-        backend.runner.after_entry = backend.runner.relief = backend.after_call = backend.after_change = None
-        backend.records.counts_peaks = False
+        backend.watch(None)
         for handle in users(backend):
             handle.automatic = None
 
@@ -199,21 +135,27 @@ class Automatic:
         self._is_settled = False
         return self.config
 
+    def return_to(self, former: Prediction) -> None:
+        """What `take_better` gave couldn't be enabled: this is the choice again, and that isn't tried once more."""
+        self._impossible.append(self.prediction.choice.kinds)
+        self.prediction = former
+
     # ------------------------------------------------------------------ while the pipeline runs
 
-    def _after_entry(self, path: str) -> None:
-        """A component has run."""
+    def component_has_run(self, path: str) -> None:
+        """See `Watcher`. The forward that is measured has each block's time."""
         self._forwards[path] += 1
         if self._is_settled or self._forwards[path] != _MEASURED_FORWARD or path not in self._counts():
             return
         recorder = self._enabled().streamer.recorder
         if recorder is not None and not self._is_known():
             measured = measure(recorder.spans(), self._blocks(), activations=recorder.activations())
-            self._choose_anew(measured, calls=0)
+            self._learn(measured, calls=0)
+            self._choose_anew()
             recorder.steady_from = recorder.forward + 1
 
-    def _after_call(self) -> None:
-        """A call has ended without an error."""
+    def call_has_ended(self) -> None:
+        """See `Watcher`. The first call has all activations and numbers of forwards."""
         records = self._enabled().records
         if self._is_settled:
             self._watch_the_budget()
@@ -229,15 +171,17 @@ class Automatic:
         )
         if not recorder.calls:
             # The rest of a call: the next one is measured as a whole.
-            self._choose_anew(measured, calls=0)
+            self._learn(measured, calls=0)
+            self._choose_anew()
             self._record_anew()
             return
         # A forward by itself, in a loop of the caller's, doesn't say how many there are.
         is_whole = any(component.forwards > 1 for component in measured.components.values())
         self._is_settled = True
         if is_whole:
-            self._profile.keep_measured(self._key, measured)
-        self._choose_anew(measured, calls=int(is_whole))
+            self._prospect.keep(measured)
+        self._learn(measured, calls=int(is_whole))
+        self._choose_anew()
         self._most_allocated = self._platform.peak_bytes()
         if is_whole:
             self._look_for_better_kinds()
@@ -248,7 +192,8 @@ class Automatic:
             best = choose_something(self.problem, self.is_assumed)
             now = predict(self.problem, self.prediction.choice)
             worth_it = best.call_seconds < now.call_seconds * (1 - _WORTH_ENABLING)
-            if (worth_it or not fits(self.problem, now.choice)) and best.choice.kinds != now.choice.kinds:
+            is_new = best.choice.kinds not in (now.choice.kinds, *self._impossible)
+            if is_new and (worth_it or not fits(self.problem, now.choice)):
                 self.better = best
 
     def _watch_the_budget(self) -> None:
@@ -270,12 +215,12 @@ class Automatic:
             for part in self.problem.components
         )
         self.problem = replace(self.problem, components=components)
-        self._choose_anew(Measured(), calls=0, how="chosen anew, since a call took more than the budget")
+        self._choose_anew("chosen anew, since a call took more than the budget")
         self._is_settled = False
         self._record_anew()
 
-    def _after_change(self) -> None:
-        """Weights have come, gone or grown, as a LoRA's do."""
+    def weights_have_changed(self) -> None:
+        """See `Watcher`. They may have come, gone or grown, as a LoRA's do."""
         pipe = self._pipe()
         if pipe is None:
             return
@@ -283,7 +228,7 @@ class Automatic:
         costs, _ = survey_blocks(pipe, declarations=adapter_for(stock_class(type(pipe))))
         self.problem = replace(self.problem, components=tuple(resized(cost, known.get(cost.path)) for cost in costs))
         if set(known) == {cost.path for cost in costs}:
-            self._choose_anew(Measured(), calls=0, how="chosen anew, since weights have changed")
+            self._choose_anew("chosen anew, since weights have changed")
 
     def can_make_room(self, path: str) -> bool:
         """See `Relief`. What a cache has noted of a forward that failed would count in the next one."""
@@ -312,13 +257,16 @@ class Automatic:
         self._is_settled = False
         self._record_anew()
 
-    def _choose_anew(self, measured: Measured, calls: int, how: str = "chosen anew from what was measured") -> None:
-        """Residents and slots for what is known now; kinds stay."""
-        kinds = self.prediction.choice.kinds
-        self.problem = alike(with_measured(self.problem, measured, calls=calls))
+    def _learn(self, measured: Measured, calls: int) -> None:
+        """What was measured is known now."""
+        self.problem = with_measured(self.problem, measured, calls=calls)
         self.is_assumed = self.is_assumed and not measured.components
+
+    def _choose_anew(self, how: str = "chosen anew from what was measured") -> None:
+        """Residents and slots for what is known now; kinds stay."""
+        self.problem = alike(self.problem)
         try:
-            found = choose(self.problem, kinds)
+            found = choose(self.problem, self.prediction.choice.kinds)
         except DoesNotFit as error:
             logger.warning("As it is offloaded now: %s Nothing is kept on the device meanwhile.", str(error))
             found = with_the_fewest(self.problem, self.prediction.choice)

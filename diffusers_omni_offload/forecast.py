@@ -132,7 +132,7 @@ class OffloadForecast:
             "link_source": problem.rates.source,
             "operations_per_s": self.operations_per_s,
             "compute_is_known": self.knows_compute,
-            "request": None if self.workload is None else asdict(self.workload.request),
+            "call": None if self.workload is None else asdict(self.workload.call),
             "components": [_component_dict(component) for component in problem.components],
             "modes": [self._mode_dict(mode) for mode in self.modes],
             "notes": list(self._notes()),

@@ -17,12 +17,13 @@ from diffusers_omni_offload.backends.distributed import tell_other_ranks
 from diffusers_omni_offload.checks import one_of
 from diffusers_omni_offload.composition import composed_class, stock_class
 from diffusers_omni_offload.config import MODES, OffloadConfig, OffloadStrategy
-from diffusers_omni_offload.handle import HANDLE_ATTRIBUTE, OffloadHandle, omni_offload, require_handle
+from diffusers_omni_offload.handle import HANDLE_ATTRIBUTE, OffloadHandle, omni_offload
 from diffusers_omni_offload.hooks import COMPONENT_HOOK, owned_hook
 from diffusers_omni_offload.messages import logger
 from diffusers_omni_offload.parallel import with_parallel_facts
 from diffusers_omni_offload.planning.request import Request
 from diffusers_omni_offload.platform import platform_for, resolve_device
+from diffusers_omni_offload.prospect import look_at
 from diffusers_omni_offload.registry import adapter_for
 from diffusers_omni_offload.siblings import (
     disable_orphans,
@@ -145,7 +146,7 @@ def _enable_automatically(pipe: Any, request: Request, device: torch.device) -> 
                 return _join_automatically(pipe, sibling, device)
     declarations = adapter_for(stock_class(type(pipe)))
     spare = 0 if handle is None else handle.device_bytes
-    automatic = Automatic.prepare(pipe, request, device, declarations=declarations, spare=spare)
+    automatic = Automatic(request, look_at(pipe, request, device, declarations=declarations, spare=spare))
     handle = _enable_as(pipe, automatic.config, device, residents_may_leave=True)
     automatic.attach(handle)
     automatic.renew = partial(_renew, handle, automatic)
@@ -180,15 +181,32 @@ def _renew(handle: OffloadHandle, automatic: Automatic) -> None:
     backend = handle.backend
     if backend.scope.is_open or users(backend, besides=handle):
         return
-    config, device = automatic.take_better(), backend.device
-    plan = _with_moving_residents(_resolve(pipe, config))
-    _reconfigure(pipe, handle, config, plan, device)
-    renewed = require_handle(pipe)
-    handle.bind(pipe, config, plan, renewed.backend)
+    former, config, device = automatic.prediction, automatic.take_better(), backend.device
+    try:
+        plan = _with_moving_residents(_resolve(pipe, config))
+        _reconfigure(pipe, handle, config, plan, device)
+    except BaseException as error:
+        automatic.return_to(former)
+        _keep_handle(pipe, handle, automatic, handle.config, handle.plan)
+        if not isinstance(error, Exception) or omni_offload(pipe) is None:
+            raise
+        logger.warning("Other kinds would be better, but can't be enabled, so all stays as it is: %s", str(error))
+        return
+    _keep_handle(pipe, handle, automatic, config, plan)
+    automatic.announce()
+
+
+def _keep_handle(
+    pipe: Any, handle: OffloadHandle, automatic: Automatic, config: OffloadConfig, plan: ResolvedPlan
+) -> None:
+    """A pipeline that was offloaded anew keeps the handle that the caller has."""
+    now = omni_offload(pipe)
+    if now is None or now is handle:
+        return
+    handle.bind(pipe, config, plan, now.backend)
     vars(pipe)[HANDLE_ATTRIBUTE] = handle
     register(handle)
     automatic.attach(handle)
-    automatic.announce()
 
 
 def enable_from_config(

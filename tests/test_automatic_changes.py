@@ -244,7 +244,7 @@ def test_a_change_that_fails_leaves_auto_on(slow_link: torch.device, monkeypatch
         calls.clear()
         with pytest.raises(torch.OutOfMemoryError):
             pipe.enable_omni_offload(mode, **options)
-        assert pipe.omni_offload.automatic is automatic and pipe.omni_offload.backend.runner.relief is automatic
+        assert pipe.omni_offload.automatic is automatic and pipe.omni_offload.backend.runner.watcher is automatic
     pipe(steps=STEPS)
 
 
@@ -273,8 +273,8 @@ def test_by_hand_auto_is_let_go(slow_link: torch.device) -> None:
     assert residents(handle) == [6] and handle.automatic.problem.components[0].forwards == STEPS
 
 
-def test_kinds_that_turn_out_to_be_faster_come_with_the_next_call(device: torch.device, sim: ModuleType) -> None:
-    """They were chosen when nobody knew how long the compute takes. The handle stays the same."""
+def wan_with_too_little_known(device: torch.device, sim: ModuleType) -> tuple[Any, Any, Any]:
+    """A pipeline in the mode "auto" that finds other kinds to be faster in its first call; its call, and its output."""
     sim.configure(flops_per_s=2e8, h2d_bytes_per_s=2e7)
     pipe, call = tiny.build_wan_i2v()
     expected = outputs(pipe.to(device), call, 1)
@@ -285,9 +285,16 @@ def test_kinds_that_turn_out_to_be_faster_come_with_the_next_call(device: torch.
         if isinstance(part, torch.nn.Module)
         for leaf in part.parameters()
     )
-    handle = pipe.enable_omni_offload(
+    pipe.enable_omni_offload(
         "auto", memory_budget=int(0.7 * nbytes), activation_memory=int(0.05 * nbytes), num_inference_steps=2
     )
+    return pipe, call, expected
+
+
+def test_kinds_that_turn_out_to_be_faster_come_with_the_next_call(device: torch.device, sim: ModuleType) -> None:
+    """They were chosen when nobody knew how long the compute takes. The handle stays the same."""
+    pipe, call, expected = wan_with_too_little_known(device, sim)
+    handle = pipe.omni_offload
     first = dict(handle.automatic.prediction.choice.kinds)
     outputs(pipe, call, 1)
     better = handle.automatic.better
@@ -300,6 +307,44 @@ def test_kinds_that_turn_out_to_be_faster_come_with_the_next_call(device: torch.
     assert_no_hazards(sim, "other kinds")
     handle.disable()
     assert all(parameter.device.type == "cpu" for parameter in pipe.transformer.parameters())
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("no more memory"), KeyboardInterrupt()], ids=lambda it: type(it).__name__
+)
+def test_kinds_that_cannot_be_enabled_are_not_tried_again(
+    error: BaseException, device: torch.device, sim: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The offload stays as it was, with its handle, and the call goes on; an interrupt ends it."""
+    pipe, call, expected = wan_with_too_little_known(device, sim)
+    handle = pipe.omni_offload
+    first, plan = handle.automatic.prediction.choice.kinds, str(handle.plan)
+    outputs(pipe, call, 1)
+    assert handle.automatic.better is not None
+    stock, failures = PlanBackend.install, iter([error])
+
+    def install(self: PlanBackend, *arguments: Any) -> None:
+        stock(self, *arguments)
+        for failure in failures:
+            raise failure
+
+    monkeypatch.setattr(PlanBackend, "install", install)
+    if isinstance(error, Exception):
+        with log_lines() as lines:
+            assert_equal_outputs(outputs(pipe, call, 1), expected, "the old kinds")
+        assert any("can't be enabled, so all stays as it is: no more memory" in line for line in lines)
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            outputs(pipe, call, 1)
+    assert next(failures, None) is None
+    assert handle is pipe.omni_offload and handle.is_enabled() and str(handle.plan) == plan
+    assert handle.automatic.better is None and handle.automatic.prediction.choice.kinds == first
+    for _ in range(3):
+        assert_equal_outputs(outputs(pipe, call, 1), expected, "the old kinds")
+        assert handle.automatic.better is None
+    handle.report()
+    pipe.disable_omni_offload()
+    assert_no_hazards(sim, "the old kinds")
 
 
 def test_blocks_that_may_leave_are_compiled_as_if_they_moved(slow_link: torch.device, compiler: None) -> None:

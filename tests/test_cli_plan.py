@@ -44,7 +44,7 @@ def test_sizes_and_dtype_of_a_folder(
     for dtype in ("bfloat16", "float32"):
         assert main(["plan", str(tmp_path / "sd3"), *flags, "--dtype", dtype, "--json"]) == 0
         found[dtype] = json.loads(capsys.readouterr().out)
-    request = found["float32"]["request"]
+    request = found["float32"]["call"]
     assert (request["height"], request["width"], request["num_inference_steps"]) == (32, 48, 7)
     sizes = [{one["path"]: one["dtypes"] for one in found[dtype]["components"]} for dtype in found]
     halved, full = (sizes[index]["transformer"] for index in (0, 1))

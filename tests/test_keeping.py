@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -59,13 +60,36 @@ def test_outputs_stay_equal_and_memory_is_that_of_the_plan(device: torch.device,
     assert_equal_outputs(outputs(pipe.to(device), call, 1), expected, "disabled")
 
 
+class Keeper:
+    """Does something after each component that has run, and nothing else."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self.action = action
+
+    def component_has_run(self, path: str) -> None:
+        self.action()
+
+    def call_has_ended(self) -> None: ...
+
+    def weights_have_changed(self) -> None: ...
+
+    def can_make_room(self, path: str) -> bool:
+        return False
+
+    def make_room(self, path: str) -> None:
+        raise AssertionError("it can't")
+
+    def give_up(self, path: str) -> None: ...
+
+
 def test_between_the_forwards_of_a_call(device: torch.device, sim: ModuleType) -> None:
     pipe, call = build_resident(toy, device)
     expected = outputs(pipe, call, 1)
     pipe, call = toy()
     handle = pipe.enable_omni_offload("layer")
     counts = iter([3, 6, 1, 0] * 4)
-    handle.backend.runner.after_entry = lambda path: keep(handle, next(counts), slots=2 + next(counts) % 2)
+    watcher = Keeper(lambda: keep(handle, next(counts), slots=2 + next(counts) % 2))
+    handle.backend.watch(watcher)
     assert_equal_outputs(outputs(pipe, call, 1), expected, "changed in a call")
     assert_no_hazards(sim, "changed in a call")
 

@@ -90,7 +90,7 @@ def test_wan_on_a_card_of_24_gib() -> None:
     assert step.bound == "compute" and step.seconds == pytest.approx(1678.4e12 / 150e12, rel=0.01)
     best = forecast.best
     assert best is not None and best.fits and "The fastest that fits: " + best.name in str(forecast)
-    assert forecast.workload is not None and forecast.workload.request.num_frames == 81
+    assert forecast.workload is not None and forecast.workload.call.num_frames == 81
 
 
 def test_the_link_sets_the_time_of_small_images() -> None:
@@ -129,7 +129,7 @@ def test_without_rates_times_are_those_of_copies() -> None:
 def test_as_json() -> None:
     forecast = of_wan(memory_budget="16GiB", tflops=100, num_inference_steps=8)
     found = json.loads(forecast.to_json())
-    assert found == forecast.to_dict() and found["request"]["num_inference_steps"] == 8
+    assert found == forecast.to_dict() and found["call"]["num_inference_steps"] == 8
     assert found["memory_budget"] == 16 * GIB and found["operations_per_s"] == 100e12 and found["compute_is_known"]
     modes = {mode["name"]: mode for mode in found["modes"]}
     assert set(modes) == {"resident", "module", "layer", "layer, rest swapped", "auto"}

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from diffusers_omni_offload import adapter_for
 from diffusers_omni_offload.blueprint import build_blueprint
 from diffusers_omni_offload.planning.survey import survey_blocks
-from diffusers_omni_offload.planning.workload import Request, Workload, decoder_nbytes, with_workload, workload
+from diffusers_omni_offload.planning.workload import Call, Workload, decoder_nbytes, with_workload, workload
 from tests import tiny
 from tests.resolving import Stack, pipeline
 
@@ -31,7 +31,7 @@ def published(model: str) -> Any:
 
 def found(model: str, **request: Any) -> Workload:
     pipe, _, stacks = published(model)
-    result = workload(pipe, stacks, Request(**request))
+    result = workload(pipe, stacks, Call(**request))
     assert result is not None
     return result
 
@@ -87,7 +87,7 @@ def test_operations_are_those_that_torch_counts(name: str) -> None:
     _, stacks = survey_blocks(pipe, declarations=adapter_for(type(pipe)))
     names = ("height", "width", "num_frames", "num_inference_steps")
     guidance = (arguments.get("guidance_scale", 0) > 1 and name != "flux2") or arguments.get("true_cfg_scale", 0) > 1
-    request = Request(**{name: arguments[name] for name in names if name in arguments}, guidance=guidance)
+    request = Call(**{name: arguments[name] for name in names if name in arguments}, guidance=guidance)
     result = workload(pipe, stacks, request, text_tokens=lengths[0])
     assert result is not None
     load = result.loads["transformer"]
@@ -126,7 +126,7 @@ def test_other_families_are_unknown() -> None:
         pipeline({"transformer": Stack(blocks=3)}, block_attrs={"transformer": ("blocks",)}),
     ):
         _, stacks = survey_blocks(pipe, declarations=adapter_for(type(pipe)))
-        assert workload(pipe, stacks, Request()) is None
+        assert workload(pipe, stacks, Call()) is None
 
 
 # Activations on the simulated device, of models with the published shapes and fewer, narrower blocks ------------------
@@ -195,7 +195,7 @@ def test_dits(device: torch.device, name: str) -> None:
     peak = measured(device, lambda: dit(**there, return_dict=False))
     small = build_small(pipe, dit)
     _, stacks = survey_blocks(small, declarations=adapter_for(type(small)))
-    request = Request(size, size, 9 if name == "wan" else 1, 2)
+    request = Call(size, size, 9 if name == "wan" else 1, 2)
     result = workload(small, stacks, request, text_tokens=64)
     assert result is not None and width == 4 * dit.config.attention_head_dim
     assert peak <= result.loads["transformer"].activation_nbytes <= 1.75 * peak

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from diffusers_omni_offload.backends.attempts import Relief, run_with_relief
+from diffusers_omni_offload.backends.attempts import run_with_relief
+from diffusers_omni_offload.backends.watcher import Watcher
 from diffusers_omni_offload.messages import format_bytes, logger
 from diffusers_omni_offload.streaming.guard import Edited
 from diffusers_omni_offload.streaming.scope import CallScope
@@ -34,8 +35,8 @@ class ComponentRunner:
     Attributes:
         shared: leaves that several owners hold; None if there are none.
         before_entry: called with the path of a component that is about to run.
-        after_entry: called with the path of a component that has run, while no other one does.
-        relief: makes room when the device's memory was too short for a component; None if nobody does.
+        watcher: is told of components that have run, and makes room when the device's memory was too short for one;
+            None if there is nobody.
         keeps_slots: whether slots are never given back in a call, however short this device's memory is.
     """
 
@@ -43,8 +44,7 @@ class ComponentRunner:
         self._streamer, self._scope, self._stages = streamer, scope, stages
         self.shared: SharedLeaves | None = None
         self.before_entry: Callable[[str], None] | None = None
-        self.after_entry: Callable[[str], None] | None = None
-        self.relief: Relief | None = None
+        self.watcher: Watcher | None = None
         self.keeps_slots = False
         self._stage_runner = StageRunner(streamer, stages, edited)
         self._groups: dict[str, str] = {}
@@ -80,13 +80,10 @@ class ComponentRunner:
                 self.before_entry(path)
             is_outermost = not self._running and not self._stages.is_running and not self._streamer.is_running
             enter = partial(self._enter, path, stage, function, args, kwargs)
-            if is_outermost and self.relief is not None:
-                device = self._streamer.platform.device
-                output = run_with_relief(path, self.relief, device, enter, args, kwargs)
-            else:
-                output = enter()
-            if is_outermost and self.after_entry is not None:
-                self.after_entry(path)
+            if not is_outermost or self.watcher is None:
+                return enter()
+            output = run_with_relief(path, self.watcher, self._streamer.platform.device, enter, args, kwargs)
+            self.watcher.component_has_run(path)
             return output
 
     def _enter(self, path: str, stage: Stage | None, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -25,6 +25,7 @@ from diffusers_omni_offload.backends.records import Records
 from diffusers_omni_offload.backends.remarks import first_call_summary, warn_of_pageable, warn_of_plain_tensors
 from diffusers_omni_offload.backends.residency import Residency, placed, tell_of_move
 from diffusers_omni_offload.backends.transports import blocks_by_ceiling, local_transports
+from diffusers_omni_offload.backends.watcher import Watcher
 from diffusers_omni_offload.config import OffloadConfig
 from diffusers_omni_offload.host import return_freed_host_memory
 from diffusers_omni_offload.messages import format_bytes, logger
@@ -56,8 +57,6 @@ class PlanBackend(OffloadBackend):
         streamer: slots, order and counters of streamed blocks.
         stages: the components that are swapped.
         records: who records what is done.
-        after_call: called when a call has ended without an error.
-        after_change: called when weights have changed, between forwards.
     """
 
     is_shared = True
@@ -83,8 +82,6 @@ class PlanBackend(OffloadBackend):
         self.components = ManagedComponents(self.device, self, self.runner.run, self.merging)
         self.shared: SharedLeaves | None = None
         self.records = Records(self.streamer, self.device_weights_nbytes)
-        self.after_call: Callable[[], None] | None = None
-        self.after_change: Callable[[], None] | None = None
 
     def transports(self) -> list[Transport]:
         """How weights get to the device; the first one that serves a master brings it."""
@@ -222,6 +219,14 @@ class PlanBackend(OffloadBackend):
         for stage in self.stages:
             stage.settle(undo)
 
+    def watch(self, watcher: Watcher | None) -> None:
+        """Tell `watcher` what happens from now on, and nobody else. If there is one, calls are recorded anew, with
+        the peaks of device memory."""
+        self.runner.watcher = watcher
+        self.records.counts_peaks = watcher is not None
+        if watcher is not None:
+            self.records.start()
+
     # ------------------------------------------------------------------ components
 
     def add_resident(self, path: str, module: nn.Module, undo: ExitStack) -> None:
@@ -334,15 +339,15 @@ class PlanBackend(OffloadBackend):
         with on_device(self.device):
             self.components.require_ours_throughout()
             self.masters.follow(stale)
-            if self.after_change is not None:
-                self.after_change()
+            watcher = self.runner.watcher
+            if watcher is not None:
+                watcher.weights_have_changed()
             try:
                 self.residency.place(self.masters.held())
             except torch.OutOfMemoryError:
-                relief = self.runner.relief
-                if relief is None or not relief.can_make_room(""):
+                if watcher is None or not watcher.can_make_room(""):
                     raise
-                relief.make_room("")
+                watcher.make_room("")
                 self.residency.place(self.masters.held())
 
     def look_again(self) -> None:
@@ -354,8 +359,8 @@ class PlanBackend(OffloadBackend):
     def _after_call(self) -> None:
         if self.records.is_waiting:
             self._tell_of_first_call()
-        if self.after_call is not None:
-            self.after_call()
+        if self.runner.watcher is not None:
+            self.runner.watcher.call_has_ended()
 
     def _tell_of_first_call(self) -> None:
         recorder, plan = self.records.latest, self.plan

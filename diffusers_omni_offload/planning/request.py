@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from diffusers_omni_offload.checks import integer, parse_bytes
-from diffusers_omni_offload.planning.workload import Request as Call
+from diffusers_omni_offload.planning.workload import Call
 
 
 @dataclass(frozen=True)

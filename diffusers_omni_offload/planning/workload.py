@@ -32,7 +32,7 @@ _MAPS_OF_IMAGE, _MAPS_OF_FIRST_FRAME, _MAPS_OF_FRAMES = 4, 10, 26
 
 
 @dataclass(frozen=True)
-class Request:
+class Call:
     """What is asked of a call; None stands for the pipeline's default.
 
     Attributes:
@@ -72,19 +72,19 @@ class Workload:
     """A call.
 
     Attributes:
-        request: with the defaults in the place of None.
+        call: with the defaults in the place of None.
         image_tokens: tokens of the image or video in a forward of a DiT, of one sample.
         text_tokens: tokens of the text, at the most.
         loads: path of a component -> what it does.
     """
 
-    request: Request
+    call: Call
     image_tokens: int
     text_tokens: int
     loads: Mapping[str, ComponentLoad]
 
     def __str__(self) -> str:
-        asked = self.request
+        asked = self.call
         frames = f" x {asked.num_frames} frames" if asked.num_frames not in (None, 1) else ""
         guided = "with" if asked.guidance else "without"
         return (
@@ -135,14 +135,14 @@ _OUTSIDE: Mapping[str, Stream] = {
 
 
 def workload(
-    pipe: Any, stacks: Mapping[str, BlockStack], request: Request, *, text_tokens: int | None = None
+    pipe: Any, stacks: Mapping[str, BlockStack], call: Call, *, text_tokens: int | None = None
 ) -> Workload | None:
     """What a call of `pipe` does.
 
     Args:
         pipe: a pipeline, with weights or without.
         stacks: path of a component -> its blocks; see `survey.survey_blocks`.
-        request: what is asked for.
+        call: what is asked for.
         text_tokens: of a prompt; None means the most that the pipeline takes.
 
     Returns:
@@ -154,7 +154,7 @@ def workload(
     vae = getattr(pipe, "vae", None)
     if family is None or any(found is not family for found in families.values()) or vae is None:
         return None
-    asked = _with_defaults(pipe, request, family)
+    asked = _with_defaults(pipe, call, family)
     space, time = _scales(vae)
     patch = _patch(getattr(pipe, next(iter(dits))), vae)
     frames = -(-(asked.num_frames - 1) // time) + 1
@@ -221,14 +221,14 @@ class _Tokens:
         object.__setattr__(self, "by_stream", counts)
 
 
-def _with_defaults(pipe: Any, request: Request, family: _Family) -> Any:
-    """The request, with a number for everything."""
-    return Request(
-        height=request.height or default_of(pipe, "height", 1024),
-        width=request.width or default_of(pipe, "width", 1024),
-        num_frames=request.num_frames or default_of(pipe, "num_frames", 1),
-        num_inference_steps=request.num_inference_steps or default_of(pipe, "num_inference_steps", 50),
-        guidance=family.is_guided if request.guidance is None else request.guidance,
+def _with_defaults(pipe: Any, call: Call, family: _Family) -> Any:
+    """The call, with a number for everything."""
+    return Call(
+        height=call.height or default_of(pipe, "height", 1024),
+        width=call.width or default_of(pipe, "width", 1024),
+        num_frames=call.num_frames or default_of(pipe, "num_frames", 1),
+        num_inference_steps=call.num_inference_steps or default_of(pipe, "num_inference_steps", 50),
+        guidance=family.is_guided if call.guidance is None else call.guidance,
     )
 
 
