@@ -9,10 +9,14 @@ import pytest
 
 from diffusers_omni_offload.planning.choice import Choice
 from diffusers_omni_offload.planning.costs import BlockCost, ComponentCost, Problem, Rates
-from diffusers_omni_offload.planning.memory import Memory, peak
+from diffusers_omni_offload.planning.memory import Memory
 from diffusers_omni_offload.planning.predicting import predict
 from tests.benchmarks.dice import Dice
 from tests.benchmarks.problems import Case, carry_out
+
+
+def peak(problem: Problem, choice: Choice) -> tuple[int, str]:
+    return Memory(problem, choice.kinds).peak(choice.residents, choice.slots)
 
 
 def random_choice(dice: Dice, problem: Problem) -> Choice:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection, Sequence
 from types import ModuleType
 
 import pytest
@@ -10,10 +11,17 @@ import pytest
 from diffusers_omni_offload.planning.choice import Choice
 from diffusers_omni_offload.planning.costs import BlockCost, Rates
 from diffusers_omni_offload.planning.prediction import StepPrediction
-from diffusers_omni_offload.planning.timeline import Timeline, step_time
+from diffusers_omni_offload.planning.timeline import Timeline
 from diffusers_omni_offload.topology.residents import resident_indices
 from tests.benchmarks.dice import Dice
 from tests.benchmarks.problems import Case, carry_out
+
+
+def step_time(
+    blocks: Sequence[BlockCost], resident: Collection[int], slots: int, rates: Rates, other_seconds: float = 0.0
+) -> StepPrediction:
+    """One forward in the steady state of a call."""
+    return Timeline(blocks, resident, slots, rates, other_seconds).step
 
 
 def timeline_of(case: Case, residents: int, slots: int) -> Timeline:

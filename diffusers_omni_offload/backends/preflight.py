@@ -23,11 +23,10 @@ from diffusers_omni_offload.streaming.stages import largest_together
 from diffusers_omni_offload.topology.plan import ResolvedPlan
 from diffusers_omni_offload.weights.kinds import wrappers_of
 from diffusers_omni_offload.weights.leaves import (
-    Layout,
     Leaf,
     distinct_leaves,
     find_leaves,
-    place_apart,
+    packed_nbytes,
     require_plain,
 )
 from diffusers_omni_offload.weights.withheld import is_withheld
@@ -74,7 +73,7 @@ def device_need(plan: ResolvedPlan, device: torch.device, slots: int) -> DeviceN
     units = units_of(plan)
     shared = _shared(plan, units)
     counted = {id(leaf.tensor) for leaf in shared}
-    apart = _packed_nbytes(shared)
+    apart = packed_nbytes(shared)
     freed = sum(leaf.nbytes for leaf in shared if leaf.tensor.device == device)
     for stack in plan.stacks:
         kept = set(stack.resident)
@@ -86,7 +85,7 @@ def device_need(plan: ResolvedPlan, device: torch.device, slots: int) -> DeviceN
             if index in kept:
                 residents += total - on_device
             else:
-                largest = max(largest, _packed_nbytes(leaves))
+                largest = max(largest, packed_nbytes(leaves))
                 freed += on_device
     groups = {plan.component(path).module: plan.group(plan.component(path)) for path in plan.swapped}
     stages: list[tuple[str, int]] = []
@@ -95,7 +94,7 @@ def device_need(plan: ResolvedPlan, device: torch.device, slots: int) -> DeviceN
             leaves = unit.leaves(counted)
             counted.update(id(leaf.tensor) for leaf in leaves)
             freed += sum(leaf.nbytes for leaf in leaves if leaf.tensor.device == device)
-            stages.append((groups[unit.module], _packed_nbytes(leaves)))
+            stages.append((groups[unit.module], packed_nbytes(leaves)))
     for path in plan.on_demand:
         counted.update(id(leaf.tensor) for leaf in find_leaves(plan.module(path), path))
     state = 0
@@ -104,11 +103,6 @@ def device_need(plan: ResolvedPlan, device: torch.device, slots: int) -> DeviceN
         counted.update(id(leaf.tensor) for leaf in leaves)
         state += sum(leaf.nbytes for leaf in leaves if leaf.tensor.device != device)
     return DeviceNeed(state, residents, slots * largest + apart, largest_together(stages), freed)
-
-
-def _packed_nbytes(leaves: Sequence[Leaf]) -> int:
-    tensors = [leaf.tensor for leaf in leaves]
-    return place_apart(tensors)[1] if any(map(is_withheld, tensors)) else Layout(tensors).nbytes
 
 
 def _shared(plan: ResolvedPlan, units: Sequence[Unit]) -> list[Leaf]:

@@ -98,11 +98,6 @@ class Memory:
             return False
         return self.needed(residents, slots) <= self._problem.device_nbytes
 
-    def held(self, runs: ComponentCost, residents: Mapping[str, int], slots: int) -> int:
-        """Device bytes of weights and slots while a component runs, at the most. What else is taken then, its
-        activations and what the pipeline keeps, isn't in it."""
-        return self._most_held(runs, self._permanent(residents), self.slots_nbytes(residents, slots))
-
     def floor(self) -> int:
         """Device bytes below which no choice of these kinds stays, without slots and resident blocks."""
         permanent = self._permanent({})
@@ -182,11 +177,6 @@ class Memory:
             # Slots and swapped components leave, but for the VAE itself.
             return permanent + (swapped if runs in self._swapped else 0)
         return held
-
-
-def peak(problem: Problem, choice: Choice) -> tuple[int, str]:
-    """Device bytes of a choice at the most, and the path of the component that runs then."""
-    return Memory(problem, choice.kinds).peak(choice.residents, choice.slots)
 
 
 def fits(problem: Problem, choice: Choice) -> bool:

@@ -19,13 +19,12 @@ from diffusers_omni_offload.topology.findings import Findings
 from diffusers_omni_offload.topology.plan import BlockStack, ResolvedComponent
 from diffusers_omni_offload.topology.resolver import resolve_offload_plan
 from diffusers_omni_offload.weights.leaves import (
-    Layout,
     Leaf,
     allocated_nbytes,
     distinct_leaves,
     extent,
     find_leaves,
-    place_apart,
+    packed_nbytes,
     span_nbytes,
 )
 from diffusers_omni_offload.weights.withheld import is_withheld
@@ -126,15 +125,6 @@ def streamable(pipe: Any, declarations: type | None, discovery: Discovery) -> di
         if component.path in found:
             chosen, stacks = wanted, found
     return {path: stacks[path] for path in chosen}
-
-
-def packed_nbytes(leaves: Sequence[Leaf]) -> int:
-    """The size of a buffer that these leaves are packed in."""
-    tensors = [leaf.tensor for leaf in leaves]
-    # Those without memory of their own share none.
-    apart = [tensor for tensor in tensors if tensor.is_meta or is_withheld(tensor)]
-    together = [tensor for tensor in tensors if not (tensor.is_meta or is_withheld(tensor))]
-    return place_apart(apart)[1] + Layout(together).nbytes
 
 
 def placed_nbytes(leaves: Iterable[Leaf]) -> int:

@@ -18,24 +18,6 @@ _ROUNDS = 8
 _ALIKE = 1e-7
 
 
-def step_time(
-    blocks: Sequence[BlockCost], resident: Collection[int], slots: int, rates: Rates, other_seconds: float = 0.0
-) -> StepPrediction:
-    """One forward of a stack in the steady state of a call, forward after forward.
-
-    Args:
-        blocks: the stack's, in order.
-        resident: indices of those that stay on the device.
-        slots: number of slots.
-        rates: the link.
-        other_seconds: compute outside of blocks, once a forward.
-
-    Returns:
-        Seconds of the forward, and of its compute and its copies alone.
-    """
-    return Timeline(blocks, resident, slots, rates, other_seconds).step
-
-
 class Timeline:
     """The forwards of a stack in a call, from its first one on, when no slot holds anything.
 

@@ -232,6 +232,15 @@ def place_apart(tensors: Sequence[torch.Tensor]) -> tuple[list[Placement], int]:
     return placements, offset
 
 
+def packed_nbytes(leaves: Sequence[Leaf]) -> int:
+    """Size in bytes of the buffer that leaves are packed in, whether they have memory here or not."""
+    tensors = [leaf.tensor for leaf in leaves]
+    # Those without memory of their own share none.
+    apart = [tensor for tensor in tensors if tensor.is_meta or is_withheld(tensor)]
+    together = [tensor for tensor in tensors if not (tensor.is_meta or is_withheld(tensor))]
+    return place_apart(apart)[1] + Layout(together).nbytes
+
+
 def _merge(
     extents: Iterable[tuple[torch.UntypedStorage, int, int]],
 ) -> Iterator[tuple[torch.UntypedStorage, int, int]]:
