@@ -148,6 +148,14 @@ def configured(model: str, part: str, **changes: Any) -> dict[str, Any]:
     return {**{name: value for name, value in config.items() if not name.startswith("_")}, **changes}
 
 
+TILES_OF_64 = {
+    "tile_sample_min_height": 64,
+    "tile_sample_min_width": 64,
+    "tile_sample_stride_height": 48,
+    "tile_sample_stride_width": 48,
+}
+
+
 @pytest.mark.parametrize(
     ("model", "changes", "num_frames"),
     [
@@ -165,6 +173,26 @@ def test_decoders(device: torch.device, model: str, changes: dict[str, Any], num
     latents = torch.randn(shape).to(device)
     peak = measured(device, lambda: vae.decode(latents).sample)
     assert peak <= decoder_nbytes(vae, 64, 64, num_frames) <= 1.5 * peak
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "sizes"),
+    [
+        ("stable-diffusion-3.5-large", {"block_out_channels": [32, 64, 128, 128], "sample_size": 64}, {}),
+        ("Qwen-Image", {"base_dim": 16}, TILES_OF_64),
+        ("Wan2.2-T2V-A14B-Diffusers", {"base_dim": 16}, TILES_OF_64),
+    ],
+)
+def test_decoders_with_tiles(device: torch.device, model: str, changes: dict[str, Any], sizes: dict[str, int]) -> None:
+    """An eighth of what the whole would take, or less."""
+    pipe, _, _ = published(model)
+    vae = type(pipe.vae).from_config(configured(model, "vae", **changes)).eval().to(device)
+    whole = decoder_nbytes(vae, 256, 256, 1)
+    vae.enable_tiling(**sizes)
+    latents = torch.randn((1, 16, 1, 32, 32) if sizes else (1, 16, 32, 32)).to(device)
+    peak = measured(device, lambda: vae.decode(latents).sample)
+    assert peak <= decoder_nbytes(vae, 256, 256, 1) <= 1.75 * peak
+    assert decoder_nbytes(vae, 256, 256, 1) <= whole / 8
 
 
 @pytest.mark.parametrize("name", ["wan", "flux2", "qwen_image", "sd3"])

@@ -348,10 +348,10 @@ def _element(blocks: Sequence[nn.Module]) -> int:
 
 
 def decoder_nbytes(vae: Any, height: int, width: int, num_frames: int) -> int:
-    """An estimate of what decoding holds beside weights, without tiling, in bytes.
+    """An estimate of what decoding holds beside weights, in bytes.
 
     Args:
-        vae: its configuration has the widths.
+        vae: its configuration has the widths; after `enable_tiling()` it decodes a tile at a time.
         height, width, num_frames: of the output.
     """
     config = vae.config
@@ -362,5 +362,15 @@ def decoder_nbytes(vae: Any, height: int, width: int, num_frames: int) -> int:
         narrow = config["block_out_channels"][min(1, len(config["block_out_channels"]) - 1)]
         maps = _MAPS_OF_IMAGE
     element = next(vae.parameters()).element_size()
-    # The output is there twice while its last part is put to the rest.
-    return element * height * width * (maps * narrow + 2 * 3 * num_frames)
+    tile, outputs = _tile(vae, height, width)
+    return element * (tile * maps * narrow + height * width * outputs * 3 * num_frames)
+
+
+def _tile(vae: Any, height: int, width: int) -> tuple[int, int]:
+    """Pixels that are decoded at once, and how often the output is there at the end."""
+    size = getattr(vae, "tile_sample_min_size", None)
+    tile = [getattr(vae, f"tile_sample_min_{side}", size) for side in ("height", "width")]
+    if not getattr(vae, "use_tiling", False) or None in tile:
+        return height * width, 2  # While its last part is put to the rest.
+    # Its tiles, which overlap, the rows that they are blended to, and the whole.
+    return min(height, tile[0]) * min(width, tile[1]), 4
