@@ -6,6 +6,7 @@ import functools
 import gc
 import logging
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,8 @@ import torch
 
 pytest_plugins = ["tests.simdevice.plugin"]
 
+# A shell has what it starts in the background ignore Ctrl-C, which tests send.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # What is measured in tests is nobody's profile.
 os.environ["DIFFUSERS_OMNI_OFFLOAD_PROFILE"] = ""
 
