@@ -273,6 +273,18 @@ def test_by_hand_auto_is_let_go(slow_link: torch.device) -> None:
     assert residents(handle) == [6] and handle.automatic.problem.components[0].forwards == STEPS
 
 
+def test_auto_may_be_let_go_within_a_call(slow_link: torch.device) -> None:
+    """By asking for the same by hand, in a callback say."""
+    pipe = stack()
+    handle = pipe.enable_omni_offload("auto", memory_budget=BUDGET, profile=False)
+    letting_go = pipe.transformer.transformer_blocks[0].register_forward_hook(lambda *_: handle.automatic.detach())
+    pipe(steps=1)
+    letting_go.remove()
+    assert handle.automatic is None and handle.is_enabled()
+    pipe(steps=STEPS)
+    assert residents(handle) == [0]
+
+
 def wan_with_too_little_known(device: torch.device, sim: ModuleType) -> tuple[Any, Any, Any]:
     """A pipeline in the mode "auto" that finds other kinds to be faster in its first call; its call, and its output."""
     sim.configure(flops_per_s=2e8, h2d_bytes_per_s=2e7)

@@ -80,10 +80,12 @@ class ComponentRunner:
                 self.before_entry(path)
             is_outermost = not self._running and not self._stages.is_running and not self._streamer.is_running
             enter = partial(self._enter, path, stage, function, args, kwargs)
-            if not is_outermost or self.watcher is None:
+            watcher = self.watcher
+            if not is_outermost or watcher is None:
                 return enter()
-            output = run_with_relief(path, self.watcher, self._streamer.platform.device, enter, args, kwargs)
-            self.watcher.component_has_run(path)
+            output = run_with_relief(path, watcher, self._streamer.platform.device, enter, args, kwargs)
+            if self.watcher is watcher:  # It may have been let go meanwhile.
+                watcher.component_has_run(path)
             return output
 
     def _enter(self, path: str, stage: Stage | None, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
