@@ -230,12 +230,6 @@ class Automatic:
         if set(known) == {cost.path for cost in costs}:
             self._choose_anew("chosen anew, since weights have changed")
 
-    def room(self) -> tuple[int, int]:
-        """See `Watcher`. The budget is all that there is."""
-        total = self.problem.total_nbytes
-        assert total is not None
-        return min(self._platform.free_bytes(), total - self._enabled().device_weights_nbytes()), total
-
     def can_make_room(self, path: str) -> bool:
         """See `Relief`. What a cache has noted of a forward that failed would count in the next one."""
         backend = self._enabled()

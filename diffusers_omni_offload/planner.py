@@ -81,7 +81,7 @@ def plan_omni_offload(
         if value is not None:
             integer(name, value, minimum=1)
     pipe, notes = _pipeline(pipe_or_path, dtype)
-    platform, total = _platform(device), budget
+    platform, total = _platform(device), None
     if budget is None and platform is not None:
         budget, total = device_budget(platform.free_bytes(), None), platform.total_bytes()
         notes += (f"The budget is what is free on {platform.name} now, less 5 %",)

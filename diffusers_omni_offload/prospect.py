@@ -72,7 +72,7 @@ def look_at(pipe: Any, request: Request, device: torch.device, *, declarations: 
         rates=rates,
         device_nbytes=budget,
         host_nbytes=request.host_memory_budget,
-        total_nbytes=budget,
+        total_nbytes=platform.total_bytes(),
     )
     key = pipeline_key(platform.name, costs, request.workload)
     measured = profile.measured(key)

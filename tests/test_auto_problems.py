@@ -92,7 +92,7 @@ def truth(case: Case) -> Problem:
         else component
         for component in case.problem().components
     ]
-    return replace(case.problem(), components=tuple(components), total_nbytes=case.budget_nbytes)
+    return replace(case.problem(), components=tuple(components), total_nbytes=int(limit) if limit > 0 else None)
 
 
 def best_of_all(problem: Problem, kinds: Mapping[str, str] | None = None) -> Prediction:

@@ -422,19 +422,3 @@ def test_a_trace_inside_of_the_first_call_spoils_nothing(slow_link: torch.device
     assert residents(handle) == [6]
     assert [component.forwards for component in handle.automatic.problem.components] == [8]
     del others
-
-
-def test_before_a_vae_weights_leave_if_half_of_the_budget_is_taken(device: torch.device, sim: ModuleType) -> None:
-    """Whatever else the device has: the peak is counted on it."""
-    sim.configure(**TRANSFER_BOUND)
-    pipe, call = tiny.build_wan()
-    expected = outputs(pipe.to(device), call, 1)
-    for budget, leaves in (("400KiB", True), ("4MiB", False)):
-        pipe, call = tiny.build_wan()
-        pipe.enable_omni_offload("auto", memory_budget=budget, activation_memory=50_000)
-        with log_lines() as lines:
-            assert_equal_outputs(outputs(pipe, call, 1), expected, budget)
-        said = any("of weights back before the VAE" in line for line in lines)
-        assert said == leaves, (budget, str(pipe.omni_offload), lines)
-        pipe.disable_omni_offload()
-    assert_no_hazards(sim, "a VAE under a budget")

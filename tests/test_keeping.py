@@ -66,9 +66,6 @@ class Keeper:
     def __init__(self, action: Callable[[], None]) -> None:
         self.action = action
 
-    def room(self) -> tuple[int, int]:
-        return 1, 1
-
     def component_has_run(self, path: str) -> None:
         self.action()
 

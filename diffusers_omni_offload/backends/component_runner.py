@@ -112,17 +112,17 @@ class ComponentRunner:
 
     @torch.compiler.disable
     def spare_memory(self, vae: Stage | None = None) -> None:
-        """Before a VAE: give back what is swapped in and the slots, if less than half of the device's memory is free,
-        or of what the pipeline may take of it; what runs next takes them again.
+        """Before a VAE: give back what is swapped in and the slots, if less than half of the device's memory is free;
+        what runs next takes them again.
 
         Args:
             vae: the VAE, if it is swapped itself and so mustn't make room for itself.
         """
+        platform = self._streamer.platform
         before = self._held_bytes()
         if not before or not self._scope.is_open or self._streamer.is_running:
             return
-        free, total = self._room()
-        if free >= total // 2:
+        if platform.free_bytes() >= platform.total_bytes() // 2:
             return
         if not self.keeps_slots:
             self._streamer.release_slots()
@@ -143,12 +143,6 @@ class ComponentRunner:
                     "`with pipe.omni_offload.call():` around the loop keeps it there.",
                     path,
                 )
-
-    def _room(self) -> tuple[int, int]:
-        if self.watcher is not None:
-            return self.watcher.room()
-        platform = self._streamer.platform
-        return platform.free_bytes(), platform.total_bytes()
 
     def _held_bytes(self) -> int:
         return self._streamer.slots.nbytes + self._stages.nbytes

@@ -8,10 +8,7 @@ from diffusers_omni_offload.backends.attempts import Relief
 
 
 class Watcher(Relief, Protocol):
-    """Knows how much room there is, is told what happens, and makes room on the device where that is too short."""
-
-    def room(self) -> tuple[int, int]:
-        """Device bytes that are free for the pipeline, and that there are for it altogether."""
+    """Is told what happens, and makes room on the device where that is too short."""
 
     def component_has_run(self, path: str) -> None:
         """A component has run without an error, and no other one does."""

@@ -93,9 +93,8 @@ class Problem:
         rates: the link.
         device_nbytes: device bytes that weights and activations may take together.
         host_nbytes: host bytes that offloaded weights may take; None for no limit.
-        total_nbytes: what there is for the pipeline altogether, the device's memory or a budget. Where more than half
-            of it is taken, slots and swapped components are given back before a VAE runs; None if unknown: then nobody
-            counts on that.
+        total_nbytes: the device's memory. Where more than half of it is taken, slots and swapped components are given
+            back before a VAE runs; None if unknown: then nobody counts on that.
     """
 
     components: tuple[ComponentCost, ...]

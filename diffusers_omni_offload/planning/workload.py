@@ -368,10 +368,9 @@ def decoder_nbytes(vae: Any, height: int, width: int, num_frames: int) -> int:
 
 def _tile(vae: Any, height: int, width: int) -> tuple[int, int]:
     """Pixels that are decoded at once, and how often the output is there at the end."""
-    if not getattr(vae, "use_tiling", False):
-        return height * width, 2  # While its last part is put to the rest.
     size = getattr(vae, "tile_sample_min_size", None)
-    rows = getattr(vae, "tile_sample_min_height", size) or height
-    columns = getattr(vae, "tile_sample_min_width", size) or width
+    tile = [getattr(vae, f"tile_sample_min_{side}", size) for side in ("height", "width")]
+    if not getattr(vae, "use_tiling", False) or None in tile:
+        return height * width, 2  # While its last part is put to the rest.
     # Its tiles, which overlap, the rows that they are blended to, and the whole.
-    return min(height, rows) * min(width, columns), 4
+    return min(height, tile[0]) * min(width, tile[1]), 4
