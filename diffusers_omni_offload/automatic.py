@@ -138,7 +138,7 @@ class Automatic:
     def return_to(self, former: Prediction) -> None:
         """What `take_better` gave couldn't be enabled: this is the choice again, and that isn't tried once more."""
         self._impossible.append(self.prediction.choice.kinds)
-        self.prediction = former
+        self.prediction, self._is_settled = former, True
 
     # ------------------------------------------------------------------ while the pipeline runs
 

@@ -17,7 +17,7 @@ from diffusers_omni_offload.planning.cautious import device_budget
 from diffusers_omni_offload.planning.costs import ASSUMED_RATES, ComponentCost, Problem, Rates
 from diffusers_omni_offload.planning.measured import Measured, with_measured
 from diffusers_omni_offload.planning.survey import survey_blocks
-from diffusers_omni_offload.planning.workload import Call, default_of, with_workload, workload
+from diffusers_omni_offload.planning.workload import Call, default_of, tiling_of, with_workload, workload
 from diffusers_omni_offload.platform import Platform, platform_for, resolve_device
 from diffusers_omni_offload.profile import Profile, default_path, pipeline_key
 from diffusers_omni_offload.registry import adapter_for
@@ -91,7 +91,11 @@ def plan_omni_offload(
     cls = type(pipe)
     costs, stacks = survey_blocks(pipe, declarations=adapter_for(cls))
     load = workload(pipe, stacks, Call(**sizes, guidance=guidance))
-    measured = None if platform is None or tflops is not None else _measured(platform, costs, sizes)
+    measured = (
+        None
+        if platform is None or tflops is not None
+        else _measured(platform, costs, {**sizes, **tiling_of(getattr(pipe, "vae", None))})
+    )
     if load is None:
         steps = num_inference_steps or default_of(pipe, "num_inference_steps", 1)
         costs = tuple(replace(cost, forwards=steps) if cost.role == "dit" else cost for cost in costs)

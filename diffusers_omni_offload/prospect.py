@@ -15,7 +15,7 @@ from diffusers_omni_offload.planning.costs import Problem, Rates
 from diffusers_omni_offload.planning.measured import Measured, with_measured
 from diffusers_omni_offload.planning.request import Request
 from diffusers_omni_offload.planning.survey import nbytes_on, survey_blocks
-from diffusers_omni_offload.planning.workload import with_workload, workload
+from diffusers_omni_offload.planning.workload import tiling_of, with_workload, workload
 from diffusers_omni_offload.platform import Platform, platform_for
 from diffusers_omni_offload.profile import Profile, default_path, pipeline_key
 
@@ -74,7 +74,7 @@ def look_at(pipe: Any, request: Request, device: torch.device, *, declarations: 
         host_nbytes=request.host_memory_budget,
         total_nbytes=platform.total_bytes(),
     )
-    key = pipeline_key(platform.name, costs, request.workload)
+    key = pipeline_key(platform.name, costs, {**request.workload, **tiling_of(getattr(pipe, "vae", None))})
     measured = profile.measured(key)
     if measured is not None:
         problem = replace(with_measured(problem, measured, calls=1), rates=rates)

@@ -23,7 +23,7 @@ from diffusers_omni_offload.backends.origins import Origins
 from diffusers_omni_offload.backends.ownership import not_borrowed, require_unowned
 from diffusers_omni_offload.backends.records import Records
 from diffusers_omni_offload.backends.remarks import first_call_summary, warn_of_pageable, warn_of_plain_tensors
-from diffusers_omni_offload.backends.residency import Residency, placed, tell_of_move
+from diffusers_omni_offload.backends.residency import Residency, tell_of_move
 from diffusers_omni_offload.backends.transports import blocks_by_ceiling, local_transports
 from diffusers_omni_offload.backends.watcher import Watcher
 from diffusers_omni_offload.config import OffloadConfig
@@ -38,6 +38,7 @@ from diffusers_omni_offload.streaming.shared import SharedLeaves
 from diffusers_omni_offload.streaming.stages import Stages
 from diffusers_omni_offload.streaming.streamer import Streamer
 from diffusers_omni_offload.streaming.transport import Transport
+from diffusers_omni_offload.topology.fsdp import left_to_fsdp
 from diffusers_omni_offload.topology.plan import ResolvedPlan
 from diffusers_omni_offload.topology.resolver import resolve_offload_plan
 from diffusers_omni_offload.weights.derived import restore_derived
@@ -189,7 +190,7 @@ class PlanBackend(OffloadBackend):
         on_demand = [plan.module(path) for path in plan.on_demand]
         components = not_borrowed(plan, self.device)
         require_unowned(units)
-        for component in placed(components):
+        for component in components:
             self.residency.add(component.path, component.module)
         offloaded = [*(unit.module for unit in units), *on_demand]
         for module in offloaded:
@@ -233,7 +234,8 @@ class PlanBackend(OffloadBackend):
         """Manage a component that came later: it lives on the device. `undo` gets the way back first."""
         preflight.require_unwrapped(path, module)
         undo.callback(self.residency.remove, module)
-        missing = sum(leaf.nbytes for leaf in find_leaves(module, path) if leaf.tensor.device != self.device)
+        leaves = find_leaves(module, path, left_to_fsdp(module))
+        missing = sum(leaf.nbytes for leaf in leaves if leaf.tensor.device != self.device)
         if self.platform.is_asynchronous and missing > self.platform.free_bytes():
             raise RuntimeError(
                 f"{path} takes {format_bytes(missing)} on {str(self.device)!r}, which has "
@@ -253,7 +255,7 @@ class PlanBackend(OffloadBackend):
         self.stages.remove(module)
         self.masters.remove(module)
         self.residency.remove(module)
-        kept = {id(leaf.tensor) for leaf in self.residency.leaves()}
+        kept = {id(leaf.tensor) for leaf in self.residency.leaves()} | left_to_fsdp(module)
         move_wrappers(module.modules(), torch.device("cpu"), kept)
         move_tensors([leaf.tensor for leaf in find_leaves(module, "", kept) if is_plain(leaf)], torch.device("cpu"))
 

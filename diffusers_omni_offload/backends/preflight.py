@@ -15,11 +15,12 @@ from diffusers_omni_offload.backends.compiling import require_continuable
 from diffusers_omni_offload.backends.entry_points import require_methods
 from diffusers_omni_offload.backends.masters import Unit, units_of
 from diffusers_omni_offload.backends.origins import readable
-from diffusers_omni_offload.backends.residency import placed, require_placeable
+from diffusers_omni_offload.backends.residency import require_placeable
 from diffusers_omni_offload.backends.sharing import shared_leaves
 from diffusers_omni_offload.messages import format_bytes
 from diffusers_omni_offload.platform import Platform
 from diffusers_omni_offload.streaming.stages import largest_together
+from diffusers_omni_offload.topology.fsdp import left_to_fsdp
 from diffusers_omni_offload.topology.plan import ResolvedPlan
 from diffusers_omni_offload.weights.kinds import wrappers_of
 from diffusers_omni_offload.weights.leaves import (
@@ -98,7 +99,8 @@ def device_need(plan: ResolvedPlan, device: torch.device, slots: int) -> DeviceN
     for path in plan.on_demand:
         counted.update(id(leaf.tensor) for leaf in find_leaves(plan.module(path), path))
     state = 0
-    for component in placed(plan.components):
+    for component in plan.components:
+        counted.update(left_to_fsdp(component.module))
         leaves = find_leaves(component.module, "", counted)
         counted.update(id(leaf.tensor) for leaf in leaves)
         state += sum(leaf.nbytes for leaf in leaves if leaf.tensor.device != device)
@@ -197,7 +199,8 @@ def require_ready(plan: ResolvedPlan, device: torch.device, given_back: Abstract
                 require_plain(leaf)
             offloaded.add(id(leaf.tensor))
         require_same_form(unit, device, known)
-    for component in placed(plan.components):
+    for component in plan.components:
+        offloaded.update(left_to_fsdp(component.module))
         leaves = find_leaves(component.module, component.path, offloaded)
         require_placeable([leaf for leaf in leaves if id(leaf.tensor) not in readable_ones], device)
 

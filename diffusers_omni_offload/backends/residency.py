@@ -9,8 +9,7 @@ from contextlib import ExitStack
 import torch
 from torch import nn
 
-from diffusers_omni_offload.topology.fsdp import is_left_to_fsdp
-from diffusers_omni_offload.topology.plan import ResolvedComponent
+from diffusers_omni_offload.topology.fsdp import fsdp_parts, without_fsdp
 from diffusers_omni_offload.weights.bitsandbytes import put_in_order
 from diffusers_omni_offload.weights.leaves import (
     Leaf,
@@ -55,8 +54,10 @@ class Residency:
             self._snapshot = None
 
     def add(self, path: str, module: nn.Module) -> None:
-        """Take care of a component's state."""
+        """Take care of a component's state, but for what FSDP has taken of it."""
         self._roots[id(module)] = (path, module)
+        for part in fsdp_parts(module):
+            self.leave_out(part)
         self._snapshot = None
 
     def remove(self, module: nn.Module) -> None:
@@ -114,14 +115,9 @@ class Residency:
                     yield child_path, module
 
 
-def placed(components: Iterable[ResolvedComponent]) -> list[ResolvedComponent]:
-    """The components whose state has to be on the device: all but those that FSDP puts where it wants them."""
-    return [component for component in components if not is_left_to_fsdp(component.module)]
-
-
 def tell_of_move(modules: Iterable[nn.Module]) -> None:
     """Tell modules that override `_apply`, to keep state of their own in step with moves, that their tensors moved."""
-    for module in modules:
+    for module in without_fsdp(modules):
         override = type(module)._apply
         if override is not nn.Module._apply and override is not nn.RNNBase._apply:
             override(module, _same)

@@ -16,8 +16,10 @@ from diffusers_omni_offload.planning.costs import BlockCost, ComponentCost
 from diffusers_omni_offload.topology.choices import Choices
 from diffusers_omni_offload.topology.discovery import Discovery, discover, iterate_modules
 from diffusers_omni_offload.topology.findings import Findings
+from diffusers_omni_offload.topology.fsdp import is_left_to_fsdp, left_to_fsdp
 from diffusers_omni_offload.topology.plan import BlockStack, ResolvedComponent
 from diffusers_omni_offload.topology.resolver import resolve_offload_plan
+from diffusers_omni_offload.weights.kinds import why_refused
 from diffusers_omni_offload.weights.leaves import (
     Leaf,
     allocated_nbytes,
@@ -64,6 +66,7 @@ def survey_blocks(
     costs: dict[str, ComponentCost] = {}
     counted: set[int] = set()
     for component in _innermost_first(discovery.components):
+        counted.update(left_to_fsdp(component.module))
         leaves = find_leaves(component.module, component.path, counted)
         parameters = [weight for weight in component.module.parameters() if id(weight) not in counted]
         streamed, blocks = set(counted) | shared, []
@@ -85,7 +88,10 @@ def survey_blocks(
             may_keep_blocks=bool(blocks)
             and component.role == "dit"
             and component.path in discovery.plan.resident_dit_paths,
-            may_swap=bool(leaves) and bool(component.path) and not isinstance(pipe, SupportsModelCpuOffload),
+            may_swap=bool(leaves)
+            and bool(component.path)
+            and not isinstance(pipe, SupportsModelCpuOffload)
+            and not is_left_to_fsdp(component.module),
             dtypes=dict(dtypes),
             parameters=sum(weight.numel() for weight in parameters),
             class_name=type(component.module).__name__,
@@ -170,7 +176,7 @@ def _shared(components: Iterable[ResolvedComponent], stacks: Mapping[str, BlockS
 
 def _where(tensor: torch.Tensor) -> Hashable:
     """What tensors with the same bytes have in common."""
-    if tensor.is_meta or is_withheld(tensor) or not tensor.numel():
+    if tensor.is_meta or is_withheld(tensor) or not tensor.numel() or why_refused(tensor) is not None:
         return id(tensor)
     storage, start, stop = extent(tensor)
     return storage.data_ptr(), start, stop
@@ -178,7 +184,7 @@ def _where(tensor: torch.Tensor) -> Hashable:
 
 def nbytes_on(pipe: Any, device: torch.device) -> int:
     """Bytes of a pipeline's weights that are on a device."""
-    seen: set[int] = set()
+    seen = {tensor for _, module in iterate_modules(pipe) for tensor in left_to_fsdp(module)}
     total = 0
     for path, module in iterate_modules(pipe):
         leaves = find_leaves(module, path, seen)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -368,9 +369,21 @@ def decoder_nbytes(vae: Any, height: int, width: int, num_frames: int) -> int:
 
 def _tile(vae: Any, height: int, width: int) -> tuple[int, int]:
     """Pixels that are decoded at once, and how often the output is there at the end."""
-    size = getattr(vae, "tile_sample_min_size", None)
-    tile = [getattr(vae, f"tile_sample_min_{side}", size) for side in ("height", "width")]
-    if not getattr(vae, "use_tiling", False) or None in tile:
+    if not getattr(vae, "use_tiling", False):
         return height * width, 2  # While its last part is put to the rest.
+    sizes, overlap = tiling_of(vae), getattr(vae, "tile_overlap_factor", 0.0)
+    pixels, in_tiles = 1, 1.0
+    for side, whole in (("height", height), ("width", width)):
+        tile = sizes.get(f"tile_sample_min_{side}") or sizes.get("tile_sample_min_size") or whole
+        stride = sizes.get(f"tile_sample_stride_{side}") or round(tile * (1 - overlap)) or tile
+        pixels *= min(whole, tile)
+        in_tiles *= tile / stride
     # Its tiles, which overlap, the rows that they are blended to, and the whole.
-    return min(height, tile[0]) * min(width, tile[1]), 4
+    return pixels, math.ceil(in_tiles) + 3
+
+
+def tiling_of(vae: Any) -> dict[str, int]:
+    """The sizes of the tiles that a VAE is set to decode; none if it isn't."""
+    if not getattr(vae, "use_tiling", False):
+        return {}
+    return {name: size for name, size in vars(vae).items() if name.startswith("tile_sample_") and isinstance(size, int)}

@@ -84,7 +84,7 @@ def cell(mode: ModeForecast) -> str:
         (path for path in kinds if path.startswith("text_encoder")), key=lambda path: _KINDS.index(kinds[path])
     )
     words = [kinds[path] for path in (dit, encoder, "vae")]
-    kept = f", {residents[dit]} blocks stay" if residents.get(dit) else ""
+    kept = f", {residents[dit]} {'block stays' if residents[dit] == 1 else 'blocks stay'}" if residents.get(dit) else ""
     step = mode.prediction.steps[dit]
     return f"{', '.join(words)}{kept}: {step.seconds:.2g} s, {format_bytes(mode.prediction.peak_nbytes)}"
 
