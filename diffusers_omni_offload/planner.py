@@ -91,11 +91,8 @@ def plan_omni_offload(
     cls = type(pipe)
     costs, stacks = survey_blocks(pipe, declarations=adapter_for(cls))
     load = workload(pipe, stacks, Call(**sizes, guidance=guidance))
-    measured = (
-        None
-        if platform is None or tflops is not None
-        else _measured(platform, costs, {**sizes, **tiling_of(getattr(pipe, "vae", None))})
-    )
+    asked = {**sizes, **tiling_of(getattr(pipe, "vae", None))}
+    measured = None if platform is None or tflops is not None else _measured(platform, costs, asked)
     if load is None:
         steps = num_inference_steps or default_of(pipe, "num_inference_steps", 1)
         costs = tuple(replace(cost, forwards=steps) if cost.role == "dit" else cost for cost in costs)

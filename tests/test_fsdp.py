@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from diffusers_omni_offload import plan_omni_offload
 from diffusers_omni_offload.backends import preflight
 from diffusers_omni_offload.config import OffloadConfig, OffloadStrategy
 from diffusers_omni_offload.registry import adapter_for
@@ -26,6 +27,12 @@ pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("sim")]
 def pool() -> Iterator[RankPool]:
     """On the CPU: FSDP knows no simulated device."""
     with RankPool(2, "cpu") as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def on_sim() -> Iterator[RankPool]:
+    with RankPool(2, "sim") as ranks:
         yield ranks
 
 
@@ -105,7 +112,7 @@ def elsewhere(rank: int, size: int, device: str) -> list[Any]:
     return [
         attempt(lambda: preflight.require_ready(plan, accelerator)),
         need.state + need.swapped,
-        sum(_padded(tensor) for path, tensor in weights(ours.pipe).items() if not path.startswith("transformer.")),
+        sum(_padded(tensor) for tensor in weights(ours.pipe).values() if not hasattr(tensor, "to_local")),
     ]
 
 
@@ -117,6 +124,53 @@ def test_shards_on_the_host_count_for_nothing(pool: RankPool) -> None:
     for refused, need, others in answers(pool.run(elsewhere, pool.device)):
         assert refused.kind == "", refused
         assert 0 < need <= others
+
+
+def places(pipe: Any) -> list[tuple[bool, str]]:
+    """Of the transformer's parameters: whether FSDP has them, and where they are."""
+    return sorted({(hasattr(tensor, "to_local"), tensor.device.type) for tensor in pipe.transformer.parameters()})
+
+
+def on_the_device(rank: int, size: int, device: str) -> dict[str, Any]:
+    """FSDP has the blocks, on the CPU. Nothing is run: it knows no simulated device."""
+    ours = Rank("toy with an encoder", rank, device)
+    shard(ours.pipe)
+    before = sharded(ours.pipe)
+    handle = ours.pipe.enable_omni_offload("module", device=device)
+    placed = places(ours.pipe)
+    report, forecast = str(handle.report()), str(plan_omni_offload(ours.pipe, memory_budget="1GiB", device=device))
+    ours.pipe.disable_omni_offload()
+    automatic = attempt(lambda: str(ours.pipe.enable_omni_offload("auto", device=device, profile=False).plan))
+    ours.pipe.disable_omni_offload()
+    return {"placed": placed, "kept": sharded(ours.pipe) == before, "said": [report, forecast], "auto": automatic}
+
+
+def test_what_fsdp_has_not_taken_is_placed(on_sim: RankPool) -> None:
+    for found in answers(on_sim.run(on_the_device, on_sim.device)):
+        assert found["placed"] == [(False, "sim"), (True, "cpu")] and found["kept"]
+        assert all("transformer" in text for text in found["said"])
+        assert found["auto"].kind == "" and "left to FSDP" in found["auto"].result, found["auto"]
+
+
+def replacing(rank: int, size: int, device: str) -> list[Any]:
+    ours, other, third = (Rank("toy with an encoder", rank, device).pipe for _ in range(3))
+    handle = ours.enable_omni_offload(components={"text_encoder": "module"}, device=device)
+    shard(other)
+    ours.transformer, first = other.transformer, ours.transformer
+    before, found = sharded(ours), []
+    for transformer in (other.transformer, third.transformer, other.transformer):
+        ours.transformer = transformer
+        with handle.call():
+            found.append(places(ours))
+    ours.disable_omni_offload()
+    return [found, sharded(ours) == before, {tensor.device.type for tensor in first.parameters()}]
+
+
+def test_one_that_comes_and_goes(on_sim: RankPool) -> None:
+    for found, kept, first in answers(on_sim.run(replacing, on_sim.device)):
+        sharded_ones = [(False, "sim"), (True, "cpu")]
+        assert found == [sharded_ones, [(False, "sim")], sharded_ones]
+        assert kept and first == {"cpu"}
 
 
 def gathering(rank: int, size: int, device: str, component: str) -> list[Any]:

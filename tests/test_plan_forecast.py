@@ -191,6 +191,8 @@ def test_what_was_measured_of_a_pipeline_counts(
     assert not plan_omni_offload(pipe, height=64, memory_budget="600KiB").knows_compute
     given = plan_omni_offload(pipe, tflops=1, memory_budget="600KiB")
     assert given.operations_per_s == 1e12 and "measured on this machine" not in str(given)
+    pipe.vae.enable_tiling()
+    assert not plan_omni_offload(pipe, memory_budget="600KiB").knows_compute
 
 
 def test_the_budget_is_what_is_free_on_the_device(device: torch.device, sim: Any, taken: int) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -364,10 +363,10 @@ def decoder_nbytes(vae: Any, height: int, width: int, num_frames: int) -> int:
         maps = _MAPS_OF_IMAGE
     element = next(vae.parameters()).element_size()
     tile, outputs = _tile(vae, height, width)
-    return element * (tile * maps * narrow + height * width * outputs * 3 * num_frames)
+    return element * (tile * maps * narrow + round(height * width * outputs) * 3 * num_frames)
 
 
-def _tile(vae: Any, height: int, width: int) -> tuple[int, int]:
+def _tile(vae: Any, height: int, width: int) -> tuple[int, float]:
     """Pixels that are decoded at once, and how often the output is there at the end."""
     if not getattr(vae, "use_tiling", False):
         return height * width, 2  # While its last part is put to the rest.
@@ -379,7 +378,7 @@ def _tile(vae: Any, height: int, width: int) -> tuple[int, int]:
         pixels *= min(whole, tile)
         in_tiles *= tile / stride
     # Its tiles, which overlap, the rows that they are blended to, and the whole.
-    return pixels, math.ceil(in_tiles) + 3
+    return pixels, in_tiles + 2
 
 
 def tiling_of(vae: Any) -> dict[str, int]:
