@@ -12,7 +12,7 @@ _FSDP_CLASSES = frozenset({"FSDPModule", "FullyShardedDataParallel"})
 
 def is_left_to_fsdp(component: nn.Module) -> bool:
     """Whether FSDP, of either version, has taken a component or a part of one."""
-    return next(_parts(component.modules()), None) is not None
+    return any(map(_is_fsdp, {type(module) for module in component.modules()}))
 
 
 def left_to_fsdp(component: nn.Module) -> set[int]:
@@ -33,6 +33,8 @@ def fsdp_parts(component: nn.Module) -> list[nn.Module]:
 
 
 def _parts(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    for module in modules:
-        if any(base.__name__ in _FSDP_CLASSES for base in type(module).__mro__):
-            yield module
+    return (module for module in modules if _is_fsdp(type(module)))
+
+
+def _is_fsdp(module_class: type) -> bool:
+    return any(base.__name__ in _FSDP_CLASSES for base in module_class.__mro__)
